@@ -1,0 +1,7 @@
+"""Callbacks for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from lightning_distkit.callbacks.powersgd_warmup import PowerSGDWarmup
+
+__all__ = ["PowerSGDWarmup"]

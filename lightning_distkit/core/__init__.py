@@ -1,0 +1,1 @@
+"""The algorithms: plain torch and the standard library, no trainer."""

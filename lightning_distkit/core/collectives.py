@@ -1,0 +1,219 @@
+"""A group of processes, the few collectives that we use, and the one order in which they are issued.
+
+An algorithm that needs sums over the ranks is written from top to bottom as a generator (`Steps`): it yields a tensor
+where it waits for its sum, and is resumed when the tensor holds it. How to wait is the caller's business: `run` one to
+its end, or keep several under way with `Rounds`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_distkit.core.ledger import Ledger
+
+
+class PeerError(RuntimeError):
+    """A collective failed: a peer died, or was later than the process group's timeout allows."""
+
+
+def what_happened(error: Exception, rank: int, world_size: int) -> str:
+    """What a backend's "connection closed" means, and what to do."""
+    return (
+        f"rank {rank} of {world_size} could not finish a collective: another rank died, or was later than the process "
+        f"group's timeout. Its own log says why; restart all ranks from the last checkpoint. The backend says: {error}"
+    )
+
+
+def says_that_a_peer_is_lost(error: BaseException) -> bool:
+    """Whether an error that some collective, not only one of ours, raised means that."""
+    lost = re.search(r"[Cc]onnection (closed|reset)|Broken pipe|[Tt]imed out|remote process", str(error))
+    return isinstance(error, RuntimeError) and not isinstance(error, PeerError) and lost is not None
+
+
+class Group:
+    """Some processes as seen from one of them. ``Group()`` is a world of one: the same code, and nothing is sent.
+
+    Args:
+        process_group: the processes; None for a world of one.
+        ledger: where to count; a new one by default.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, ledger: Ledger | None = None) -> None:
+        self.process_group = process_group
+        self.ledger = ledger if ledger is not None else Ledger()
+        self.rank = dist.get_rank(process_group) if process_group is not None else 0
+        self.world_size = dist.get_world_size(process_group) if process_group is not None else 1
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Start to sum ``tensor`` over the ranks, in place.
+
+        A ring all-reduce is counted: each rank sends ``2 (W - 1) / W`` times the tensor's bytes, W being the world
+        size. gloo and, for large tensors, NCCL do just that.
+        """
+        if self.world_size == 1 or tensor.numel() == 0:
+            return Pending(self, None)
+        self.ledger.add(nbytes=2 * (self.world_size - 1) * tensor.nbytes // self.world_size, n_messages=1)
+        return Pending(self, dist.all_reduce(tensor, group=self.process_group, async_op=True))
+
+    def gather(self, tensor: Tensor) -> list[Tensor] | None:
+        """Every rank's ``tensor`` (one shape for all), in the order of ranks, on rank 0; None on the others.
+
+        Not counted: it belongs to no step.
+        """
+        if self.world_size == 1:
+            return [tensor.clone()]
+        tensor = tensor.contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else None
+        with self._naming_the_cause():
+            dist.gather(tensor, gathered, group=self.process_group, group_dst=0)
+        return gathered
+
+    @contextmanager
+    def _naming_the_cause(self) -> Iterator[None]:
+        """Turn the backend's "connection closed" into an error that says what happened and what to do."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(what_happened(error, self.rank, self.world_size)) from error
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, group: Group, work: dist.Work | None) -> None:
+        self._group = group
+        self._work = work
+
+    def wait(self) -> None:
+        """Return when what follows on this thread (on CUDA: on the current stream) sees the result.
+
+        Raises:
+            PeerError: a rank is lost.
+        """
+        if self._work is None:
+            return
+        begin = perf_counter()
+        with self._group._naming_the_cause():
+            self._work.wait()
+        self._group.ledger.add(waited_s=perf_counter() - begin)
+
+
+class Round:
+    """The sums that one round of messages brought: the same on every rank."""
+
+    def __init__(self, sums: Sequence[Tensor]) -> None:
+        self._sums = sums
+
+    @cached_property
+    def finite(self) -> bool:
+        """Whether no sum of this round has an inf or a NaN; every rank gets the same answer without asking another.
+
+        On CUDA the first look waits for the device.
+        """
+        # The largest magnitude keeps inf and NaN and, unlike a plain sum, cannot overflow by itself.
+        norms = [torch.linalg.vector_norm(x, torch.inf).float() for x in self._sums if x.numel()]
+        return not norms or bool(torch.stack(norms).isfinite().all())
+
+
+Steps = Generator[Tensor, Round, Tensor]
+"""An algorithm that yields tensors to be summed in place over the ranks, and returns its result."""
+
+
+def run(steps: Steps, group: Group) -> Tensor:
+    """Bring ``steps`` to its end and return its result."""
+    rounds = Rounds(group)
+    rounds.start(steps)
+    return rounds.finish()[0]
+
+
+class _Task:
+    """One algorithm under way: the message that it waits for, or its result."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self.message: Tensor | None = None
+        self.result: Tensor | None = None
+
+    def advance(self, last: Round | None) -> None:
+        try:
+            self.message = next(self._steps) if last is None else self._steps.send(last)
+        except StopIteration as stop:
+            self.message, self.result = None, stop.value
+
+
+class Rounds:
+    """Several algorithms under way at once on one group, in lockstep.
+
+    The order of the collectives is that of the program, never of the network's timing, so it is the same on every rank
+    and on every backend: each algorithm's first message is sent when it is started; the second messages of all follow
+    together, as one collective, once all the first have arrived; and so on.
+
+    On CUDA nothing here blocks the host. `Pending.wait` makes the current stream wait for the collective, which itself
+    had waited for all that was queued before it on the stream that started it. So what an algorithm computes after a
+    ``yield`` is ordered behind both what it computed before and the sum, even if the two halves run on different
+    streams; and a message's memory is not written again before its sum was waited for.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._tasks: list[_Task] = []
+        self._waits: list[Callable[[], None]] = []  # one for each collective, in the order of issue
+
+    def start(self, steps: Steps) -> None:
+        """Run ``steps`` up to its first message and send that; do not wait."""
+        task = _Task(steps)
+        self._advance([task], None)
+        self._tasks.append(task)
+        self._waits += self._send([task])
+
+    def finish(self) -> list[Tensor]:
+        """Bring all that was started to its end; the results in the order of the starts."""
+        tasks, waits = self._tasks, self._waits
+        self.abandon()
+        waiting = [task for task in tasks if task.message is not None]
+        while waiting:
+            for wait in waits:
+                wait()
+            self._advance(waiting, Round([task.message for task in waiting if task.message is not None]))
+            waiting = [task for task in waiting if task.message is not None]
+            waits = self._send(waiting)
+        return [task.result for task in tasks if task.result is not None]
+
+    def abandon(self) -> None:
+        """Forget all that is under way."""
+        self._tasks, self._waits = [], []
+
+    def _advance(self, tasks: Sequence[_Task], last: Round | None) -> None:
+        begin = perf_counter()
+        for task in tasks:
+            task.advance(last)
+        self.group.ledger.add(computed_s=perf_counter() - begin)
+
+    def _send(self, tasks: Sequence[_Task]) -> list[Callable[[], None]]:
+        """Send the messages of ``tasks``: one collective for each dtype and device that is among them."""
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for task in tasks:
+            if task.message is not None:
+                alike.setdefault((task.message.dtype, task.message.device), []).append(task.message)
+        return [self._send_together(messages) for messages in alike.values()]
+
+    def _send_together(self, messages: Sequence[Tensor]) -> Callable[[], None]:
+        if len(messages) == 1:
+            return self.group.all_reduce(messages[0]).wait
+        packed = torch.cat([message.flatten() for message in messages])
+        pending = self.group.all_reduce(packed)
+
+        def wait_and_unpack() -> None:
+            pending.wait()
+            for message, part in zip(messages, packed.split([m.numel() for m in messages]), strict=True):
+                message.copy_(part.view_as(message))
+
+        return wait_and_unpack

@@ -1,0 +1,44 @@
+"""Batched PowerSGD: the bucket as one square matrix, in place of a matrix for each layer.
+
+Fewer and larger products, but layers without a common structure share the factors: much less accurate than
+`powerSGD_hook`, so try that one first. Source: torch's ``batched_powerSGD_hook``.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+from torch.distributed import GradBucket
+
+from lightning_distkit.core.collectives import Steps
+from lightning_distkit.core.compression.hook import comm_hook
+from lightning_distkit.core.compression.powersgd import low_rank_mean_, warm_up
+from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState
+
+
+@comm_hook
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
+    """Average the gradients over the ranks, approximately, by one square matrix of low rank for each bucket.
+
+    ``register_comm_hook(state, batched_powerSGD_hook)``. Until iteration ``state.start_powerSGD_iter`` it is a plain
+    all-reduce. Every rank ends with the same bits.
+    """
+    return _as_square(state, bucket) if state.is_compressing else warm_up(state, bucket)
+
+
+def _as_square(state: PowerSGDState, bucket: GradBucket) -> Steps:
+    buffer = bucket.buffer()
+    length = buffer.numel()
+    side = isqrt(length - 1) + 1 if length else 0
+    r = min(side, state.matrix_approximation_rank)
+    state.count(bucket, before=length, after=2 * side * r)
+    square = buffer.new_zeros(side * side)
+    square[:length] = buffer
+    square = square.view(side, side)
+    if length:
+        parameters = bucket.parameters()
+        item = LowRank(parameters[0], square, r, state.error_of_bucket(parameters, side))
+        yield from low_rank_mean_(state, [item], [])
+        buffer.copy_(square.flatten()[:length])
+    state.maybe_increase_iter(bucket)
+    return buffer

@@ -1,0 +1,204 @@
+"""How DDP's ``register_comm_hook`` meets our algorithms.
+
+An algorithm is a generator, ``steps(state, bucket)``: it yields what is to be summed over the ranks and returns the
+bucket's new value. `comm_hook` makes of it the function ``hook(state, bucket) -> Future[Tensor]`` that DDP calls, and
+`attach` hands such a hook, or any other that keeps DDP's contract, to a DDP model with all that can go wrong checked.
+
+DDP calls the hook in the same order of buckets on every rank, and waits for the futures only after the last call. So
+each bucket's first message is sent at once and travels while backward goes on; the rest is done in the last call.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_distkit.core.collectives import Group, Rounds, Steps
+from lightning_distkit.core.ledger import Ledger
+
+Hook = Callable[[Any, GradBucket], Future[Tensor]]
+
+
+class CommState:
+    """What every hook needs: the group, its ledger, and the buckets under way.
+
+    Args:
+        process_group: the processes whose gradients are averaged; None for all.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+        self.process_group = process_group
+        self.ledger = Ledger()
+        self._rounds: Rounds | None = None
+        self._futures: list[Future[Tensor]] = []
+        self._held: list[tuple[GradBucket, Callable[[], Steps]]] = []
+        self._first: list[Tensor] = []  # the first parameter of each bucket under way
+
+    @property
+    def group(self) -> Group:
+        return self._rounds_of_group().group
+
+    def _rounds_of_group(self) -> Rounds:
+        process_group = self.process_group if self.process_group is not None else dist.group.WORLD
+        if self._rounds is None or self._rounds.group.process_group is not process_group:
+            self._rounds = Rounds(Group(process_group, self.ledger))
+        return self._rounds
+
+    def observe(self, bucket: GradBucket) -> bool:
+        """See a bucket go by. False means: start nothing before the last bucket is here."""
+        return True
+
+    def feed(self, bucket: GradBucket, make_steps: Callable[[], Steps]) -> Future[Tensor]:
+        """Take a bucket from DDP and give it the future that will hold the bucket's new value."""
+        rounds = self._rounds_of_group()
+        parameters = bucket.parameters()
+        if any(parameter is parameters[0] for parameter in self._first):
+            # The same bucket again before the last one came: a backward raised half-way. Its sums are of no use.
+            self._forget()
+        self._first.append(parameters[0])
+        self._held.append((bucket, make_steps))
+        future = _future_for(bucket.buffer())
+        self._futures.append(future)
+        if self.observe(bucket) or bucket.is_last():
+            for _, make in self._held:
+                rounds.start(make())
+            self._held.clear()
+        if bucket.is_last():
+            futures = self._futures
+            try:
+                results = rounds.finish()
+            finally:
+                self._forget()
+            # An error above is raised here, in DDP's own call, and so by backward(); DDP does not look at an
+            # exception that only sits in a Python future.
+            for each, result in zip(futures, results, strict=True):
+                each.set_result(result)
+            self.ledger.step()
+        return future
+
+    def _forget(self) -> None:
+        if self._rounds is not None:
+            self._rounds.abandon()
+        self._futures, self._held, self._first = [], [], []
+
+
+_states: WeakKeyDictionary[dist.ProcessGroup, CommState] = WeakKeyDictionary()
+
+
+def comm_state(state: CommState | dist.ProcessGroup | None) -> CommState:
+    """The `CommState` behind what a hook is registered with; a process group, or None for all, has one of its own."""
+    if isinstance(state, CommState):
+        return state
+    process_group = state if state is not None else dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(f"a hook's state must be a process group or None, got {type(state).__name__}")
+    if process_group not in _states:
+        _states[process_group] = CommState(process_group)
+    return _states[process_group]
+
+
+def ledger_of(state: CommState | dist.ProcessGroup | None) -> Ledger:
+    """Where a hook that is registered with ``state`` counts what it sends."""
+    return comm_state(state).ledger
+
+
+def comm_hook(steps: Callable[[Any, GradBucket], Steps]) -> Hook:
+    """Make of ``steps(state, bucket)``, a generator, the hook that DDP calls.
+
+    The bucket is not divided beforehand: whoever wants a mean divides.
+    """
+
+    @wraps(steps)
+    def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        its = comm_state(state)
+        return its.feed(bucket, lambda: steps(its, bucket))
+
+    hook.steps = steps  # type: ignore[attr-defined]  # for callers other than DDP, which drive it themselves
+    return _as_ddp_wants_it(hook)
+
+
+def _as_ddp_wants_it(hook: Hook) -> Hook:
+    """DDP reads a hook's signature and refuses annotations that it does not know, postponed ones among them."""
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("state", "bucket")]
+    hook.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return hook
+
+
+def _future_for(tensor: Tensor) -> Future[Tensor]:
+    # A future that is to hold a tensor of a device must be told so: it then records the device's stream at
+    # set_result() and makes the stream that waits follow it.
+    return Future() if tensor.device.type == "cpu" else Future(devices=[tensor.device])
+
+
+def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
+    """Register ``hook`` with a DDP model: `register_comm_hook`, with each breach of its contract said clearly.
+
+    Args:
+        model: the wrapped model, before its first backward.
+        state: what the hook gets as its first argument.
+        hook: ``hook(state, bucket) -> Future[Tensor]``, one of ours or any other. It gets the bucket undivided, and
+            its future must hold one tensor of the bucket's shape.
+
+    Raises:
+        TypeError: the model is not a DDP model, or the hook cannot be called so.
+        RuntimeError: the model has a hook already, or has run backward. Later, from ``backward()``: the hook returned
+            no future, or its future holds something other than one tensor of the bucket's shape and dtype.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"a hook is attached to a DistributedDataParallel model, got {type(model).__name__}; wrap it")
+    if not callable(hook):
+        raise TypeError(f"a hook must be callable as hook(state, bucket), got {hook!r}")
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    try:
+        inspect.signature(hook).bind(state, None)
+    except TypeError as error:
+        raise TypeError(f"the hook {name} must take (state, bucket): {error}") from None
+    logged = model._get_ddp_logging_data()
+    if "comm_hook" in logged:
+        raise RuntimeError(
+            f"this model has the hook {logged['comm_hook']} already, and DDP takes one; to change it to {name}, wrap "
+            "the module anew"
+        )
+    # DDP logs an iteration at the next forward; the times of its gradients tell of the first backward at once.
+    if any(model.reducer.get_backward_stats()) or logged.get("iteration", 0):
+        raise RuntimeError(f"the hook {name} must be attached before the first backward; wrap the module anew")
+    model.register_comm_hook(state, hook if hasattr(hook, "steps") else _checked(hook, name))
+
+
+def _checked(hook: Hook, name: str) -> Hook:
+    def checked(state: Any, bucket: GradBucket) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        shape, dtype = buffer.shape, buffer.dtype
+        future = hook(state, bucket)
+        if not isinstance(future, torch._C.Future):  # what both the Python class and collectives are made of
+            raise RuntimeError(
+                f"the hook {name} must return a torch.futures.Future, also where it sends nothing; got "
+                f"{type(future).__name__}"
+            )
+
+        def check(done: Future[Tensor]) -> Tensor:
+            value = done.value()
+            if not isinstance(value, Tensor) or value.shape != shape:
+                got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise RuntimeError(
+                    f"the future of the hook {name} must hold one tensor of the bucket's shape {tuple(shape)}, got "
+                    f"{got}" + (" (the future of a collective holds a list: take [0])" if got == "list" else "")
+                )
+            return value
+
+        return future.then(check)
+
+    # Only the qualified name, which DDP logs: by the plain name "bf16_compress_hook" DDP refuses one off CUDA, where
+    # gloo sums bfloat16 as well.
+    checked.__qualname__ = name
+    return _as_ddp_wants_it(checked)

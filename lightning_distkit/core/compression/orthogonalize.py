@@ -1,0 +1,38 @@
+"""Orthonormal rows: Householder's factorisation, a batch at a time.
+
+Unlike Gram-Schmidt it is accurate for any input: rows that are nearly, or exactly, dependent are replaced by others that
+are orthogonal to the rest, and zeros give no NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def orthogonalize_(factors: Sequence[Tensor], epsilon: float = 0.0) -> None:
+    """Make the rows of each factor, (r, n) with r <= n in single or double precision, orthonormal, in place.
+
+    Factors of one shape are handled together. A factor of one row that is all zeros stays so.
+
+    Args:
+        epsilon: added to each row's norm (that of its part orthogonal to the rows before) before it is divided by.
+    """
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for factor in factors:
+        by_shape.setdefault(factor.shape, []).append(factor)
+    for (r, _), alike in by_shape.items():
+        batch = torch.stack(alike)  # (k, r, n): a copy, but of thin factors
+        if r == 1:
+            norm = torch.linalg.vector_norm(batch, dim=-1, keepdim=True) + epsilon
+            batch /= norm.clamp_min(torch.finfo(norm.dtype).tiny)
+        else:
+            q, upper = torch.linalg.qr(batch.mT)  # (k, n, r), (k, r, r); the transposed batch is what LAPACK wants
+            batch = q.mT
+            if epsilon:
+                norms = upper.diagonal(dim1=-2, dim2=-1).abs().unsqueeze(-1)  # (k, r, 1)
+                batch = batch * (norms / (norms + epsilon))
+        for factor, rows in zip(alike, batch, strict=True):
+            factor.copy_(rows)

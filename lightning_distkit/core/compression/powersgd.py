@@ -1,0 +1,155 @@
+"""PowerSGD: send two thin factors of each gradient matrix in place of the matrix.
+
+Source: Vogels et al., 2019, https://arxiv.org/abs/1905.13727, Algorithms 1 and 2. Where the paper is silent this is
+torch's ``powerSGD_hook``: the error is what the *averaged* approximation leaves of this rank's own gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed import GradBucket
+
+from lightning_distkit.core.collectives import Steps
+from lightning_distkit.core.compression.allreduce import mean_
+from lightning_distkit.core.compression.hook import comm_hook
+from lightning_distkit.core.compression.orthogonalize import orthogonalize_
+from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState, factor_dtype
+from lightning_distkit.core.compression.products import products_
+
+
+@comm_hook
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
+    """Average the gradients over the ranks, approximately, by matrices of low rank.
+
+    ``register_comm_hook(state, powerSGD_hook)``. Until iteration ``state.start_powerSGD_iter`` it is a plain
+    all-reduce. Every rank ends with the same bits. One or two collectives a bucket: the tensors that are not worth
+    compressing travel with the first factors, and the second factors of all buckets travel together.
+    """
+    return _by_layers(state, bucket) if state.is_compressing else warm_up(state, bucket)
+
+
+def warm_up(state: PowerSGDState, bucket: GradBucket) -> Steps:
+    """The plain mean, before compression starts."""
+    buffer = yield from mean_(bucket.buffer(), state.group)
+    state.maybe_increase_iter(bucket)
+    return buffer
+
+
+def _by_layers(state: PowerSGDState, bucket: GradBucket) -> Steps:
+    buffer = bucket.buffer()
+    items: list[LowRank] = []
+    rest: list[Tensor] = []  # travel whole
+    n_sent = 0
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        n, m = _matrix_shape(parameter)
+        r = min(n, m, state.matrix_approximation_rank)
+        if gradient.dim() > 1 and state.should_compress(n, m, r):
+            items.append(LowRank(parameter, gradient.view(n, m), r, state.error_of(parameter, n, m)))
+            n_sent += (n + m) * r
+        else:
+            rest.append(gradient)
+            n_sent += gradient.numel()
+    state.count(bucket, before=buffer.numel(), after=n_sent)
+    if items:
+        yield from low_rank_mean_(state, items, rest)
+    else:
+        yield from mean_(buffer, state.group)
+    state.maybe_increase_iter(bucket)
+    return buffer
+
+
+def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
+    """Rows and columns of a parameter's gradient as it lies in the bucket.
+
+    The bucket keeps the parameter's memory order (channels last, transposed), though DDP shows it with the parameter's
+    shape. So the rows are what is outermost in memory, not always the first dimension.
+    """
+    if parameter.dim() < 2 or parameter.numel() == 0:
+        return parameter.numel(), 1
+    outermost = max(range(parameter.dim()), key=lambda d: (parameter.stride(d), -d))
+    n = parameter.shape[outermost]
+    return n, parameter.numel() // n
+
+
+def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequence[Tensor]) -> Steps:
+    """Replace each item's matrix by an approximation of its mean over the ranks, and each tensor of ``rest`` by its mean.
+
+    The passes over memory are as few as the algorithm allows: gradient and error are multiplied where they lie, and
+    the products written where they are needed. Nothing is remembered before every rank knows that the step is finite.
+    """
+    wire = items[0].matrix.dtype
+    dtype = factor_dtype(wire)
+    device = items[0].matrix.device
+    batched = state.batch_tensors_with_same_shape
+    # Shape by shape, so that the factors of one shape are neighbours.
+    by_shape: dict[torch.Size, list[LowRank]] = {}
+    for item in items:
+        by_shape.setdefault(item.matrix.shape, []).append(item)
+    items = [item for alike in by_shape.values() for item in alike]
+
+    # Factors are kept as rows, (r, n) and (r, m): on a row-major matrix the products are up to 13 times faster so.
+    qs = state.factors(items)  # (r, m) each, the same on every rank
+    all_ps = torch.empty(sum(item.r * item.n for item in items), dtype=dtype, device=device)
+    ps = _split(all_ps, [(item.r, item.n) for item in items])
+    # P = (G + E) Q
+    products_(ps, qs, [item.matrix.to(dtype).mT for item in items], batched=batched)
+    if state.use_error_feedback:
+        products_(ps, qs, [item.error.mT for item in items if item.error is not None], add=True, batched=batched)
+
+    # P is made orthonormal, so its scale is of no account: the mean in place of the sum, lest halves overflow.
+    message = torch.cat([all_ps.to(wire), *(tensor.flatten() for tensor in rest)]).div_(state.group.world_size)
+    sums = yield message
+    all_ps.copy_(message[: all_ps.numel()])
+    for tensor, mean in zip(rest, message[all_ps.numel() :].split([t.numel() for t in rest]), strict=True):
+        tensor.copy_(mean.view_as(tensor))
+    if not sums.finite:
+        # Some rank's gradient has an inf or a NaN, and by the sums every rank knows. Say so in the gradients, for a
+        # GradScaler or whoever skips the step, and remember nothing of it.
+        for item in items:
+            item.matrix.fill_(torch.nan)
+        return message
+
+    orthogonalize_(ps, state.orthogonalization_epsilon)
+    all_qs = torch.empty(sum(item.r * item.m for item in items), dtype=dtype, device=device)
+    new_qs = _split(all_qs, [(item.r, item.m) for item in items])
+    # Q = (G + E)ᵀ P
+    with_error = [_add_error_(item, dtype) for item in items]
+    products_(new_qs, ps, with_error, batched=batched)
+    message = all_qs.to(wire).div_(state.group.world_size)
+    sums = yield message
+    if wire == torch.float16 and not sums.finite:  # the factor overflowed on its way
+        for item in items:
+            if item.error is not None:
+                item.error.sub_(item.matrix)
+            item.matrix.fill_(torch.nan)
+        return message
+    all_qs.copy_(message)
+
+    # G = P Qᵀ, and E = G + E - P Qᵀ
+    if wire == dtype:
+        products_([item.matrix for item in items], [p.mT for p in ps], new_qs, batched=batched)
+    else:
+        largest = torch.finfo(wire).max  # saturated: an inf here would stay in the error for ever
+        for item, p, q in zip(items, ps, new_qs, strict=True):
+            item.matrix.copy_(torch.mm(p.mT, q).clamp_(-largest, largest))
+    for item, q, old in zip(items, new_qs, qs, strict=True):
+        if item.error is not None:
+            item.error.sub_(item.matrix)
+        if state.warm_start:
+            # From a factor of zeros nothing would ever grow again: after a gradient of zeros keep the old one.
+            torch.where(torch.linalg.vector_norm(q) > 0, q, old, out=q)
+            state.q_memory_dict[item.parameter] = q
+    return message
+
+
+def _add_error_(item: LowRank, dtype: torch.dtype) -> Tensor:
+    """The matrix plus its error, (n, m); in the error's memory, if there is one."""
+    return item.error.add_(item.matrix) if item.error is not None else item.matrix.to(dtype)
+
+
+def _split(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]

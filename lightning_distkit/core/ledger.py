@@ -1,0 +1,52 @@
+"""What one process put on the wire and how long it waited, counted where it happens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was sent and how the time went.
+
+    On CUDA the two times are those of the host, which hands work to the device and goes on: they are the times of
+    launching, not of the kernels.
+    """
+
+    nbytes: int = 0  # bytes that this rank sent
+    n_messages: int = 0  # collectives
+    waited_s: float = 0.0  # seconds blocked until a collective ended
+    computed_s: float = 0.0  # seconds spent making messages and reading them
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.nbytes + other.nbytes,
+            self.n_messages + other.n_messages,
+            self.waited_s + other.waited_s,
+            self.computed_s + other.computed_s,
+        )
+
+
+class Ledger:
+    """The counts of one process: since the beginning, of the last finished step, and of the step under way."""
+
+    def __init__(self) -> None:
+        self.n_steps = 0
+        self.last_step = Counts()
+        self._finished = Counts()
+        self._current = Counts()
+
+    @property
+    def total(self) -> Counts:
+        """All that was counted so far, an unfinished step included."""
+        return self._finished + self._current
+
+    def add(self, nbytes: int = 0, n_messages: int = 0, waited_s: float = 0.0, computed_s: float = 0.0) -> None:
+        self._current += Counts(nbytes, n_messages, waited_s, computed_s)
+
+    def step(self) -> None:
+        """Close the step under way: it becomes ``last_step``."""
+        self.n_steps += 1
+        self.last_step = self._current
+        self._finished += self._current
+        self._current = Counts()

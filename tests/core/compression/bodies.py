@@ -1,0 +1,63 @@
+"""What the tests of this folder run on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_distkit.core.compression import HOOKS, PowerSGDState, attach, powerSGD_hook
+
+
+def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for n, m in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(n, m, bias=bias), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train(
+    model: nn.Module,
+    n_steps: int,
+    width: int,
+    *,
+    seed: int = 100,
+    lr: float = 0.1,
+    before_step: Callable[[int], None] = lambda step: None,
+) -> None:
+    """SGD on random data, other data on each rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    random = torch.Generator().manual_seed(seed + dist.get_rank())
+    for step in range(n_steps):
+        x = torch.randn(8, width, generator=random)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        before_step(step)
+        optimizer.step()
+
+
+def powersgd(
+    model: nn.Module, hook: Any = powerSGD_hook, ddp: Any = None, **arguments: Any
+) -> tuple[Any, PowerSGDState]:
+    """The model under DDP with PowerSGD from step 2 on, and the state."""
+    wrapped = DistributedDataParallel(model, **(ddp or {}))
+    state = PowerSGDState(None, **{"start_powerSGD_iter": 2, "min_compression_rate": 1, **arguments})
+    attach(wrapped, state, hook)
+    return wrapped, state
+
+
+def by_name(name: str, model: nn.Module, **ddp: Any) -> Any:
+    """The model under DDP with the hook of that name, compressing from step 2 on."""
+    arguments = {"start_powerSGD_iter": 2, "min_compression_rate": 1} if "powersgd" in name else {}
+    wrapped = DistributedDataParallel(model, **ddp)
+    attach(wrapped, *HOOKS[name](wrapped.process_group, **arguments))
+    return wrapped
