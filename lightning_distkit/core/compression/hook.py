@@ -152,7 +152,7 @@ def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
     Raises:
         TypeError: the model is not a DDP model, or the hook cannot be called so.
         RuntimeError: the model has a hook already, or has run backward. Later, from ``backward()``: the hook returned
-            no future, or its future holds something other than one tensor of the bucket's shape and dtype.
+            no future, or its future holds something other than one tensor of the bucket's shape.
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"a hook is attached to a DistributedDataParallel model, got {type(model).__name__}; wrap it")
@@ -177,8 +177,7 @@ def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
 
 def _checked(hook: Hook, name: str) -> Hook:
     def checked(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        shape, dtype = buffer.shape, buffer.dtype
+        shape = bucket.buffer().shape
         future = hook(state, bucket)
         if not isinstance(future, torch._C.Future):  # what both the Python class and collectives are made of
             raise RuntimeError(

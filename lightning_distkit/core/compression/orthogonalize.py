@@ -1,7 +1,7 @@
 """Orthonormal rows: Householder's factorisation, a batch at a time.
 
-Unlike Gram-Schmidt it is accurate for any input: rows that are nearly, or exactly, dependent are replaced by others that
-are orthogonal to the rest, and zeros give no NaN.
+Unlike Gram-Schmidt it is accurate for any input: rows that are nearly, or exactly, dependent are replaced by others
+that are orthogonal to the rest, and zeros give no NaN.
 """
 
 from __future__ import annotations

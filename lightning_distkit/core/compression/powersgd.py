@@ -76,7 +76,7 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
 
 
 def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequence[Tensor]) -> Steps:
-    """Replace each item's matrix by an approximation of its mean over the ranks, and each tensor of ``rest`` by its mean.
+    """Mean each item's matrix over the ranks approximately, and each tensor of ``rest`` exactly; both in place.
 
     The passes over memory are as few as the algorithm allows: gradient and error are multiplied where they lie, and
     the products written where they are needed. Nothing is remembered before every rank knows that the step is finite.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from lightning_distkit.core.compression import HOOKS, PowerSGDState, attach, pow
 def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
-    for n, m in zip(widths, widths[1:], strict=False):
+    for n, m in pairwise(widths):
         layers += [nn.Linear(n, m, bias=bias), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 
