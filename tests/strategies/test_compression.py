@@ -396,8 +396,12 @@ trainer:
 
 @pytest.mark.filterwarnings("ignore")  # how Lightning's own CLI calls jsonargparse
 @pytest.mark.parametrize("how", ["name", "class_path", "yaml"])
-def test_the_command_line_takes_names_classes_and_yaml(how: str, tmp_path: Path) -> None:
+def test_the_command_line_takes_names_classes_and_yaml(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lightning.pytorch.cli import LightningCLI
+
+    monkeypatch.setattr(sys, "argv", ["script.py"])
 
     (tmp_path / "c.yaml").write_text(YAML)
     arguments = {
@@ -414,3 +418,29 @@ def test_the_command_line_takes_names_classes_and_yaml(how: str, tmp_path: Path)
     assert isinstance(strategy, PowerSGDDDPStrategy)
     assert strategy._make_state(None).matrix_approximation_rank == (1 if how == "name" else 8)
     assert strategy._ddp_kwargs.get("find_unused_parameters") is (None if how == "name" else True)
+
+
+def from_the_command_line(folder: Path) -> tuple[int, int]:
+    from lightning.pytorch.cli import LightningCLI
+
+    (folder / "c.yaml").write_text(YAML)
+    sys.argv = ["script.py"]
+    arguments = ["fit", f"--config={folder / 'c.yaml'}", "--trainer.max_epochs=1", "--trainer.devices=2"]
+    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    cli = LightningCLI(Net, args=[*arguments, *quiet], save_config_callback=None, seed_everything_default=False)
+    return cli.trainer.strategy.powersgd_state.iter, cli.trainer.strategy.ledger.n_steps
+
+
+@pytest.mark.filterwarnings("ignore")  # how Lightning's own CLI calls jsonargparse
+def test_the_command_line_trains(tmp_path: Path) -> None:
+    assert run_ranks(2, from_the_command_line, tmp_path) == [(6, 6), (6, 6)]
+
+
+def alone(folder: Path) -> tuple[int, int]:
+    fit = trainer("powersgd", folder)
+    fit.fit(Net())
+    return fit.world_size, fit.strategy.ledger.total.nbytes
+
+
+def test_one_device_trains_and_sends_nothing(tmp_path: Path) -> None:
+    assert run_ranks(1, alone, tmp_path) == [(1, 0)]

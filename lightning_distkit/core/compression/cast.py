@@ -24,17 +24,23 @@ def _mean_in(dtype: torch.dtype, state: CommState, bucket: GradBucket) -> Steps:
 
 @comm_hook
 def fp16_compress_hook(state: CommState, bucket: GradBucket) -> Steps:
-    """Average the gradients in ``torch.float16``: ``register_comm_hook(process_group or None, fp16_compress_hook)``."""
+    """Average the gradients in ``torch.float16``.
+
+    ``register_comm_hook(process_group or None, fp16_compress_hook)``
+    """
     return _mean_in(torch.float16, state, bucket)
 
 
 @comm_hook
 def bf16_compress_hook(state: CommState, bucket: GradBucket) -> Steps:
-    """Average the gradients in ``torch.bfloat16``: ``register_comm_hook(process_group or None, bf16_compress_hook)``."""
+    """Average the gradients in ``torch.bfloat16``.
+
+    ``register_comm_hook(process_group or None, bf16_compress_hook)``
+    """
     return _mean_in(torch.bfloat16, state, bucket)
 
 
-# By the plain name "bf16_compress_hook" DDP refuses a hook wherever there is no CUDA, but gloo sums bfloat16 on CPU too.
+# By that plain name DDP refuses a hook wherever there is no CUDA, but gloo sums bfloat16 on CPU as well.
 bf16_compress_hook.__name__ = "bf16_compress"
 
 

@@ -42,7 +42,7 @@ class CommState:
         self._rounds: Rounds | None = None
         self._futures: list[Future[Tensor]] = []
         self._held: list[tuple[GradBucket, Callable[[], Steps]]] = []
-        self._first: list[Tensor] = []  # the first parameter of each bucket under way
+        self._parameters: set[Tensor] = set()  # of the buckets under way
 
     @property
     def group(self) -> Group:
@@ -62,10 +62,10 @@ class CommState:
         """Take a bucket from DDP and give it the future that will hold the bucket's new value."""
         rounds = self._rounds_of_group()
         parameters = bucket.parameters()
-        if any(parameter is parameters[0] for parameter in self._first):
-            # The same bucket again before the last one came: a backward raised half-way. Its sums are of no use.
+        if not self._parameters.isdisjoint(parameters):
+            # A parameter comes again before the last bucket came: a backward raised half-way. Its sums are of no use.
             self._forget()
-        self._first.append(parameters[0])
+        self._parameters.update(parameters)
         self._held.append((bucket, make_steps))
         future = _future_for(bucket.buffer())
         self._futures.append(future)
@@ -89,7 +89,7 @@ class CommState:
     def _forget(self) -> None:
         if self._rounds is not None:
             self._rounds.abandon()
-        self._futures, self._held, self._first = [], [], []
+        self._futures, self._held, self._parameters = [], [], set()
 
 
 _states: WeakKeyDictionary[dist.ProcessGroup, CommState] = WeakKeyDictionary()

@@ -83,22 +83,24 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
     """
     wire = items[0].matrix.dtype
     dtype = factor_dtype(wire)
-    device = items[0].matrix.device
-    batched = state.batch_tensors_with_same_shape
-    # Shape by shape, so that the factors of one shape are neighbours.
-    by_shape: dict[torch.Size, list[LowRank]] = {}
+    by_shape: dict[object, list[LowRank]] = {}
     for item in items:
         by_shape.setdefault(item.matrix.shape, []).append(item)
+    # Shape by shape, so that the factors of one shape are neighbours and can be one batch. If they are not to be, one
+    # matrix after the other: what was just written is still in the cache when it is multiplied.
     items = [item for alike in by_shape.values() for item in alike]
+    together = list(by_shape.values()) if state.batch_tensors_with_same_shape else [[item] for item in items]
 
     # Factors are kept as rows, (r, n) and (r, m): on a row-major matrix the products are up to 13 times faster so.
-    qs = state.factors(items)  # (r, m) each, the same on every rank
-    all_ps = torch.empty(sum(item.r * item.n for item in items), dtype=dtype, device=device)
-    ps = _split(all_ps, [(item.r, item.n) for item in items])
+    qs = dict(zip(items, state.factors(items), strict=True))  # (r, m) each, the same on every rank
+    all_ps, ps = _factors(items, [(item.r, item.n) for item in items], dtype)
     # P = (G + E) Q
-    products_(ps, qs, [item.matrix.to(dtype).mT for item in items], batched=batched)
-    if state.use_error_feedback:
-        products_(ps, qs, [item.error.mT for item in items if item.error is not None], add=True, batched=batched)
+    for some in together:
+        of_some = [ps[item] for item in some], [qs[item] for item in some]
+        products_(*of_some, [item.matrix.to(dtype).mT for item in some])
+        errors = [item.error.mT for item in some if item.error is not None]
+        if errors:
+            products_(*of_some, errors, add=True)
 
     # P is made orthonormal, so its scale is of no account: the mean in place of the sum, lest halves overflow.
     message = torch.cat([all_ps.to(wire), *(tensor.flatten() for tensor in rest)]).div_(state.group.world_size)
@@ -113,12 +115,12 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
             item.matrix.fill_(torch.nan)
         return message
 
-    orthogonalize_(ps, state.orthogonalization_epsilon)
-    all_qs = torch.empty(sum(item.r * item.m for item in items), dtype=dtype, device=device)
-    new_qs = _split(all_qs, [(item.r, item.m) for item in items])
+    orthogonalize_(list(ps.values()), state.orthogonalization_epsilon)
+    all_qs, new_qs = _factors(items, [(item.r, item.m) for item in items], dtype)
     # Q = (G + E)ᵀ P
-    with_error = [_add_error_(item, dtype) for item in items]
-    products_(new_qs, ps, with_error, batched=batched)
+    for some in together:
+        wholes = [_add_error_(item, dtype) for item in some]
+        products_([new_qs[item] for item in some], [ps[item] for item in some], wholes)
     message = all_qs.to(wire).div_(state.group.world_size)
     sums = yield message
     if wire == torch.float16 and not sums.finite:  # the factor overflowed on its way
@@ -130,18 +132,21 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
     all_qs.copy_(message)
 
     # G = P Qᵀ, and E = G + E - P Qᵀ
-    if wire == dtype:
-        products_([item.matrix for item in items], [p.mT for p in ps], new_qs, batched=batched)
-    else:
-        largest = torch.finfo(wire).max  # saturated: an inf here would stay in the error for ever
-        for item, p, q in zip(items, ps, new_qs, strict=True):
-            item.matrix.copy_(torch.mm(p.mT, q).clamp_(-largest, largest))
-    for item, q, old in zip(items, new_qs, qs, strict=True):
-        if item.error is not None:
-            item.error.sub_(item.matrix)
-        if state.warm_start:
+    for some in together:
+        factors = [ps[item].mT for item in some], [new_qs[item] for item in some]
+        if wire == dtype:
+            products_([item.matrix for item in some], *factors)
+        else:
+            largest = torch.finfo(wire).max  # saturated: an inf here would stay in the error for ever
+            for item, p, q in zip(some, *factors, strict=True):
+                item.matrix.copy_(torch.mm(p, q).clamp_(-largest, largest))
+        for item in some:
+            if item.error is not None:
+                item.error.sub_(item.matrix)
+    if state.warm_start:
+        for item, q in new_qs.items():
             # From a factor of zeros nothing would ever grow again: after a gradient of zeros keep the old one.
-            torch.where(torch.linalg.vector_norm(q) > 0, q, old, out=q)
+            torch.where(torch.linalg.vector_norm(q) > 0, q, qs[item], out=q)
             state.q_memory_dict[item.parameter] = q
     return message
 
@@ -151,5 +156,10 @@ def _add_error_(item: LowRank, dtype: torch.dtype) -> Tensor:
     return item.error.add_(item.matrix) if item.error is not None else item.matrix.to(dtype)
 
 
-def _split(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    return [part.view(shape) for part, shape in zip(flat.split([prod(s) for s in shapes]), shapes, strict=True)]
+def _factors(
+    items: Sequence[LowRank], shapes: Sequence[tuple[int, int]], dtype: torch.dtype
+) -> tuple[Tensor, dict[LowRank, Tensor]]:
+    """Memory for a factor of each item, in one piece, and each one's view of it."""
+    whole = torch.empty(sum(map(prod, shapes)), dtype=dtype, device=items[0].matrix.device)
+    parts = whole.split([prod(shape) for shape in shapes])
+    return whole, {item: part.view(shape) for item, part, shape in zip(items, parts, shapes, strict=True)}

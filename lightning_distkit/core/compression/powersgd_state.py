@@ -364,7 +364,7 @@ class PowerSGDState(CommState):
         self.load_state_dict(saved["state"])
 
 
-@dataclass
+@dataclass(eq=False)
 class LowRank:
     """A gradient that travels as two factors."""
 

@@ -1,3 +1,6 @@
+from unittest.mock import patch
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,24 +9,35 @@ from lightning_distkit.core.compression.products import products_
 
 
 @given(
-    shapes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=6),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)),
+    gaps=st.lists(st.integers(0, 2), min_size=1, max_size=6),
     add=st.booleans(),
-    gap=st.integers(0, 2),
 )
-def test_a_batch_gives_what_a_loop_gives(shapes: list[tuple[int, int, int]], add: bool, gap: int) -> None:
-    flat = torch.randn(200)
-    lefts, rights, outs, begin = [], [], [], 0
-    for r, n, m in shapes:
+def test_a_batch_gives_what_a_loop_gives(shape: tuple[int, int, int], gaps: list[int], add: bool) -> None:
+    r, n, m = shape
+    flat, lefts, rights, begin = torch.randn(200), [], [], 0
+    for gap in gaps:
         rights.append(flat[begin : begin + n * m].view(n, m))
         begin += n * m + gap
         lefts.append(torch.randn(r, n))
-        outs.append(torch.ones(r, m))
+    outs = [torch.ones(r, m) for _ in gaps]
     expected = [left @ right + (1.0 if add else 0.0) for left, right in zip(lefts, rights, strict=True)]
-    products_(outs, lefts, rights, add=add, batched=True)
+    products_(outs, lefts, rights, add=add)
     torch.testing.assert_close(outs, expected)
 
 
-def test_neighbours_of_one_shape_are_one_batch_without_a_copy() -> None:
+@pytest.mark.parametrize("add", [False, True])
+def test_neighbours_are_one_batch_without_a_copy(add: bool) -> None:
     outs, lefts, rights = torch.zeros(3, 2, 5), torch.randn(3, 2, 4), torch.randn(3, 4, 5)
-    products_(list(outs), list(lefts), list(rights), batched=True)
+    with patch("torch.mm", side_effect=AssertionError), patch("torch.Tensor.addmm_", side_effect=AssertionError):
+        products_(list(outs), list(lefts), list(rights), add=add)
     torch.testing.assert_close(outs, lefts @ rights)
+
+
+def test_a_bias_between_two_matrices_is_no_obstacle() -> None:
+    bucket = torch.randn(3 * 25)
+    matrices = [bucket[i * 25 : i * 25 + 20].view(4, 5) for i in range(3)]  # each followed by a vector of five
+    outs, lefts = torch.zeros(3, 2, 5), torch.randn(3, 2, 4)
+    with patch("torch.mm", side_effect=AssertionError):
+        products_(list(outs), list(lefts), matrices)
+    torch.testing.assert_close(list(outs), [left @ right for left, right in zip(lefts, matrices, strict=True)])
