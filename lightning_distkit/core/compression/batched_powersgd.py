@@ -6,6 +6,7 @@ Fewer and larger products, but layers without a common structure share the facto
 
 from __future__ import annotations
 
+from functools import partial
 from math import isqrt
 
 from torch.distributed import GradBucket
@@ -16,7 +17,7 @@ from lightning_distkit.core.compression.powersgd import low_rank_mean_, warm_up
 from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState
 
 
-@comm_hook
+@partial(comm_hook, state_class=PowerSGDState)
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
     """Average the gradients over the ranks, approximately, by one square matrix of low rank for each bucket.
 

@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -41,7 +40,7 @@ class CommState:
         self.ledger = Ledger()
         self._rounds: Rounds | None = None
         self._futures: list[Future[Tensor]] = []
-        self._held: list[tuple[GradBucket, Callable[[], Steps]]] = []
+        self._held: list[Callable[[], Steps]] = []  # buckets that are here but not started
         self._parameters: set[Tensor] = set()  # of the buckets under way
 
     @property
@@ -66,11 +65,11 @@ class CommState:
             # A parameter comes again before the last bucket came: a backward raised half-way. Its sums are of no use.
             self._forget()
         self._parameters.update(parameters)
-        self._held.append((bucket, make_steps))
+        self._held.append(make_steps)
         future = _future_for(bucket.buffer())
         self._futures.append(future)
         if self.observe(bucket) or bucket.is_last():
-            for _, make in self._held:
+            for make in self._held:
                 rounds.start(make())
             self._held.clear()
         if bucket.is_last():
@@ -92,38 +91,46 @@ class CommState:
         self._futures, self._held, self._parameters = [], [], set()
 
 
-_states: WeakKeyDictionary[dist.ProcessGroup, CommState] = WeakKeyDictionary()
+_states: dict[dist.ProcessGroup, CommState] = {}  # of hooks that are registered with a process group or None
 
 
-def comm_state(state: CommState | dist.ProcessGroup | None) -> CommState:
+def comm_state(state: object) -> CommState:
     """The `CommState` behind what a hook is registered with; a process group, or None for all, has one of its own."""
     if isinstance(state, CommState):
         return state
     process_group = state if state is not None else dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(f"a hook's state must be a process group or None, got {type(state).__name__}")
-    if process_group not in _states:
-        _states[process_group] = CommState(process_group)
-    return _states[process_group]
+    return _states.setdefault(process_group, CommState(process_group))
 
 
-def ledger_of(state: CommState | dist.ProcessGroup | None) -> Ledger:
+def ledger_of(state: object) -> Ledger:
     """Where a hook that is registered with ``state`` counts what it sends."""
     return comm_state(state).ledger
 
 
-def comm_hook(steps: Callable[[Any, GradBucket], Steps]) -> Hook:
+def comm_hook(steps: Callable[[Any, GradBucket], Steps], state_class: type[CommState] = CommState) -> Hook:
     """Make of ``steps(state, bucket)``, a generator, the hook that DDP calls.
 
     The bucket is not divided beforehand: whoever wants a mean divides.
+
+    Args:
+        state_class: what the hook must be registered with; a plain `CommState` also stands for a process group or None.
     """
 
     @wraps(steps)
     def hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        its = comm_state(state)
+        its = checked_state(state)
         return its.feed(bucket, lambda: steps(its, bucket))
 
-    hook.steps = steps  # type: ignore[attr-defined]  # for callers other than DDP, which drive it themselves
+    def checked_state(state: object) -> CommState:
+        its = comm_state(state) if state_class is CommState else state
+        if not isinstance(its, state_class):
+            name = f"{type(state).__module__}.{type(state).__qualname__}"
+            raise TypeError(f"{steps.__qualname__} must be registered with a {state_class.__name__}, got {name}")
+        return its
+
+    hook.checked_state = checked_state  # type: ignore[attr-defined]  # tells `attach` that the hook is ours
     return _as_ddp_wants_it(hook)
 
 
@@ -163,6 +170,8 @@ def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
         inspect.signature(hook).bind(state, None)
     except TypeError as error:
         raise TypeError(f"the hook {name} must take (state, bucket): {error}") from None
+    if hasattr(hook, "checked_state"):
+        hook.checked_state(state)
     logged = model._get_ddp_logging_data()
     if "comm_hook" in logged:
         raise RuntimeError(
@@ -172,7 +181,7 @@ def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
     # DDP logs an iteration at the next forward; the times of its gradients tell of the first backward at once.
     if any(model.reducer.get_backward_stats()) or logged.get("iteration", 0):
         raise RuntimeError(f"the hook {name} must be attached before the first backward; wrap the module anew")
-    model.register_comm_hook(state, hook if hasattr(hook, "steps") else _checked(hook, name))
+    model.register_comm_hook(state, hook if hasattr(hook, "checked_state") else _checked(hook, name))
 
 
 def _checked(hook: Hook, name: str) -> Hook:

@@ -7,6 +7,7 @@ torch's ``powerSGD_hook``: the error is what the *averaged* approximation leaves
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -21,7 +22,7 @@ from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDS
 from lightning_distkit.core.compression.products import products_
 
 
-@comm_hook
+@partial(comm_hook, state_class=PowerSGDState)
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
     """Average the gradients over the ranks, approximately, by matrices of low rank.
 

@@ -194,6 +194,10 @@ def breach(kind: str) -> str:
             attach(model, None, "powersgd")  # type: ignore[arg-type]
         elif kind == "wrong state":
             attach(model, 3, allreduce_hook)
+        elif kind == "torch's state":
+            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState as Torchs
+
+            model.register_comm_hook(Torchs(None), powerSGD_hook)
             model(torch.ones(1, 4)).sum().backward()
         else:
             attach(model, None, globals()[kind])
@@ -214,6 +218,7 @@ def breach(kind: str) -> str:
         ("after backward", "the hook allreduce_hook must be attached before the first backward"),
         ("no DDP model", "attached to a DistributedDataParallel model, got Sequential"),
         ("no function", "a hook must be callable as hook(state, bucket), got 'powersgd'"),
+        ("torch's state", "powerSGD_hook must be registered with a PowerSGDState, got torch.distributed.algorithms"),
         ("wrong state", "a hook's state must be a process group or None, got int"),
     ],
 )
