@@ -179,16 +179,16 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
                 f"compression starts at step {max(self.comm_state.iter, self.comm_state.start_powerSGD_iter)}."
             )
             return
-        errors = saved["errors"]
+        shared, errors = saved["shared"], saved["errors"]
         if len(errors) == self.world_size:
-            error = errors[self.global_rank]
+            state = {"shared": shared, "error": errors[self.global_rank]}
         else:
-            error = redistributed(errors, self.world_size)
+            state = redistributed(shared, errors, self.world_size)
             rank_zero_info(
                 f"The checkpoint was saved by {len(errors)} ranks and is loaded by {self.world_size}: each takes an "
                 "equal share of what compression had left out."
             )
-        self.comm_state.load_state_dict({"shared": saved["shared"], "error": error}, self._parameter_names())
+        self.comm_state.load_state_dict(state, self._parameter_names())
 
     def _parameter_names(self) -> dict[Tensor, str]:
         assert self.lightning_module is not None

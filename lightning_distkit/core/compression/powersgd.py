@@ -20,6 +20,7 @@ from lightning_distkit.core.compression.hook import comm_hook
 from lightning_distkit.core.compression.orthogonalize import orthogonalize_
 from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState, factor_dtype
 from lightning_distkit.core.compression.products import products_
+from lightning_distkit.core.compression.remainder import add_products_
 
 
 @partial(comm_hook, state_class=PowerSGDState)
@@ -99,9 +100,9 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
     for some in together:
         of_some = [ps[item] for item in some], [qs[item] for item in some]
         products_(*of_some, [item.matrix.to(dtype).mT for item in some])
-        errors = [item.error.mT for item in some if item.error is not None]
+        errors = [item.error for item in some if item.error is not None]
         if errors:
-            products_(*of_some, errors, add=True)
+            add_products_(*of_some, errors)
 
     # P is made orthonormal, so its scale is of no account: the mean in place of the sum, lest halves overflow.
     message = torch.cat([all_ps.to(wire), *(tensor.flatten() for tensor in rest)]).div_(state.group.world_size)
@@ -127,7 +128,7 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
     if wire == torch.float16 and not sums.finite:  # the factor overflowed on its way
         for item in items:
             if item.error is not None:
-                item.error.sub_(item.matrix)
+                item.error.whole.sub_(item.matrix)
             item.matrix.fill_(torch.nan)
         return message
     all_qs.copy_(message)
@@ -137,24 +138,25 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
         factors = [ps[item].mT for item in some], [new_qs[item] for item in some]
         if wire == dtype:
             products_([item.matrix for item in some], *factors)
+            for item in some:
+                if item.error is not None:
+                    item.error.p, item.error.q = ps[item], new_qs[item]
         else:
             largest = torch.finfo(wire).max  # saturated: an inf here would stay in the error for ever
             for item, p, q in zip(some, *factors, strict=True):
                 item.matrix.copy_(torch.mm(p, q).clamp_(-largest, largest))
-        for item in some:
-            if item.error is not None:
-                item.error.sub_(item.matrix)
+                if item.error is not None:
+                    item.error.whole.sub_(item.matrix)  # what the cast took is part of the error
     if state.warm_start:
         for item, q in new_qs.items():
             # From a factor of zeros nothing would ever grow again: after a gradient of zeros keep the old one.
-            torch.where(torch.linalg.vector_norm(q) > 0, q, qs[item], out=q)
-            state.q_memory_dict[item.parameter] = q
+            state.q_memory_dict[item.parameter] = torch.where(torch.linalg.vector_norm(q) > 0, q, qs[item])
     return message
 
 
 def _add_error_(item: LowRank, dtype: torch.dtype) -> Tensor:
     """The matrix plus its error, (n, m); in the error's memory, if there is one."""
-    return item.error.add_(item.matrix) if item.error is not None else item.matrix.to(dtype)
+    return item.error.settle_().add_(item.matrix) if item.error is not None else item.matrix.to(dtype)
 
 
 def _factors(

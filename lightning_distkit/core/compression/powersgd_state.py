@@ -21,6 +21,7 @@ from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.compression.hook import CommState
 from lightning_distkit.core.compression.mersenne import SeedSequence
 from lightning_distkit.core.compression.orthogonalize import orthogonalize_
+from lightning_distkit.core.compression.remainder import Remainder
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,8 @@ class PowerSGDState(CommState):
         self.compression_stats_logging_frequency = max(1, compression_stats_logging_frequency)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
 
-        self.error_dict: dict[Tensor, Tensor] = {}  # of a parameter, (n, m) or flat, of this rank alone
+        self._errors: dict[Tensor, Remainder] = {}  # of a parameter, (n, m); of this rank alone
+        self._errors_of_buckets: dict[tuple[Tensor, ...], Remainder] = {}  # of the batched hook; of this rank alone
         self.q_memory_dict: dict[Tensor, Tensor] = {}  # of a parameter, (r, m), the same on every rank
         # All that follows is the same on every rank.
         self.iter = 0
@@ -127,7 +129,6 @@ class PowerSGDState(CommState):
         self._gradient_scale = 1.0
         self._order: list[Tensor] = []  # all parameters in the module's order, once seen
         self._seen: list[list[Tensor]] = []
-        self._squares: dict[Tensor, Tensor] = {}  # of the batched hook, by a bucket's first parameter
         self._orphans: dict[str, Any] = {}  # a loaded state whose parameters have not been seen yet
 
     # What is asked of it
@@ -136,6 +137,17 @@ class PowerSGDState(CommState):
         """The rate, and the numbers of elements before and after compression, since compression started."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return (before / after if after > 0 else 0, before, after)
+
+    @property
+    def error_dict(self) -> dict[Tensor, Tensor]:
+        """What was left out of each parameter's gradient so far, of this rank alone; copies.
+
+        (n, m) each; the batched hook's are flat, and the last one of a bucket has its padding.
+        """
+        errors = {parameter: error.value() for parameter, error in self._errors.items()}
+        for bucket, error in self._errors_of_buckets.items():
+            errors.update(_parts(error.value(), bucket))
+        return errors
 
     @property
     def gradient_scale(self) -> float:
@@ -150,8 +162,8 @@ class PowerSGDState(CommState):
         if not 0 < scale < float("inf"):
             raise ValueError(f"gradient_scale must be above 0 and finite, got {scale}")
         if scale != self._gradient_scale:
-            for error in self.error_dict.values():
-                error.mul_(scale / self._gradient_scale)
+            for error in (*self._errors.values(), *self._errors_of_buckets.values()):
+                error.settle_().mul_(scale / self._gradient_scale)
             self._gradient_scale = scale
 
     # What the hooks do with it
@@ -190,42 +202,45 @@ class PowerSGDState(CommState):
             )
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
-    def error_of(self, parameter: Tensor, n: int, m: int) -> Tensor | None:
+    def error_of(self, parameter: Tensor, n: int, m: int) -> Remainder | None:
         """What was left out of this parameter's gradient so far, (n, m); None without error feedback."""
         if not self.use_error_feedback:
             return None
-        error = self.error_dict.get(parameter)
+        if parameter not in self._errors:
+            self._release([parameter])
+        error = self._errors.get(parameter)
         if error is None:
             logger.info("A zero tensor of length %s that represents local error is created.", n * m)
-            error = torch.zeros(n, m, device=parameter.device, dtype=factor_dtype(parameter.dtype))
-        if error.shape != (n, m):  # loaded from a state of the batched hook
-            error = error.flatten()[: n * m].clone().view(n, m)
-        self.error_dict[parameter] = error
+            error = Remainder(torch.zeros(n, m, device=parameter.device, dtype=factor_dtype(parameter.dtype)))
+        elif error.whole.shape != (n, m):  # it was the batched hook's
+            error = Remainder(error.settle_().flatten()[: n * m].clone().view(n, m))
+        self._errors[parameter] = error
         return error
 
-    def error_of_bucket(self, parameters: Sequence[Tensor], side: int) -> Tensor | None:
+    def error_of_bucket(self, parameters: Sequence[Tensor], side: int) -> Remainder | None:
         """What was left out of a whole bucket so far, (side, side); None without error feedback.
 
-        Each parameter's part is remembered under the parameter, as a view, so that it is found in any other bucket;
-        the last one's has the padding as well.
+        A bucket of other parameters than before is put together from what is remembered of each.
         """
         if not self.use_error_feedback:
             return None
-        square = self._squares.get(parameters[0])
-        if square is None or square.numel() != side * side:
+        if tuple(parameters) not in self._errors_of_buckets:
+            self._release(parameters)
             logger.info("A zero tensor of length %s that represents local error is created.", side * side)
             dtype = factor_dtype(parameters[0].dtype)
-            square = torch.zeros(side * side, device=parameters[0].device, dtype=dtype)
-            self._squares[parameters[0]] = square
-        numels = [parameter.numel() for parameter in parameters]
-        numels[-1] += side * side - sum(numels)
-        for parameter, part in zip(parameters, square.split(numels), strict=True):
-            error = self.error_dict.get(parameter)
-            if error is None or error.data_ptr() != part.data_ptr() or error.numel() != part.numel():
-                known = error.flatten()[: part.numel()].clone() if error is not None else part[:0]
-                part.zero_()[: known.numel()] = known
-                self.error_dict[parameter] = part
-        return square.view(side, side)
+            square = torch.zeros(side, side, device=parameters[0].device, dtype=dtype)
+            for parameter, part in _parts(square, parameters):
+                if parameter in self._errors:
+                    known = self._errors.pop(parameter).settle_().flatten()[: part.numel()]
+                    part[: known.numel()] = known
+            self._errors_of_buckets[tuple(parameters)] = Remainder(square)
+        return self._errors_of_buckets[tuple(parameters)]
+
+    def _release(self, parameters: Sequence[Tensor]) -> None:
+        """Take the buckets with any of these parameters apart, and remember each parameter's error by itself."""
+        for bucket in [each for each in self._errors_of_buckets if not set(each).isdisjoint(parameters)]:
+            square = self._errors_of_buckets.pop(bucket).settle_()
+            self._errors.update((parameter, Remainder(part)) for parameter, part in _parts(square, bucket))
 
     def factors(self, items: Sequence[LowRank]) -> list[Tensor]:
         """The factors to start from: for each item (r, m), its rows orthonormal, the same on every rank."""
@@ -293,15 +308,18 @@ class PowerSGDState(CommState):
             return self._orphans
         key: Mapping[Tensor, str | int]
         key = names if names is not None else {parameter: i for i, parameter in enumerate(self._order)}
+        wholes = {parameter: error.whole for parameter, error in self._errors.items()}
         return {
             "shared": {
                 **{name: getattr(self, name) for name in _COUNTERS},
                 "n_drawn": self._seeds.n_drawn,
                 "gradient_scale": self._gradient_scale,
                 "q": {key[parameter]: q for parameter, q in self.q_memory_dict.items()},
+                # As they are, not subtracted from the errors: the last bit must not depend on whether one saves.
+                "factors": {key[parameter]: (error.p, error.q) for parameter, error in self._errors.items()},
                 "draws": [([key[p] for p in parameters], r, m, dtype) for parameters, r, m, dtype in self._draws],
             },
-            "error": {key[parameter]: error for parameter, error in self.error_dict.items()},
+            "error": {key[parameter]: error for parameter, error in {**self.error_dict, **wholes}.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any], names: Mapping[Tensor, str] | None = None) -> None:
@@ -322,7 +340,7 @@ class PowerSGDState(CommState):
             setattr(self, name, shared[name])
         self._seeds = SeedSequence(self.random_seed, shared["n_drawn"])
         self._gradient_scale = shared["gradient_scale"]
-        self.error_dict, self.q_memory_dict, self._draws = {}, {}, []
+        self._errors, self._errors_of_buckets, self.q_memory_dict, self._draws = {}, {}, {}, []
         if names is not None:
             self._adopt(state, {name: parameter for parameter, name in names.items()})
         elif self._order:
@@ -347,7 +365,9 @@ class PowerSGDState(CommState):
                     f"the loaded error of the parameter {key!r} has shape {tuple(error.shape)}, the parameter "
                     f"{tuple(of(key).shape)}; load the checkpoint of this model"
                 )
-            self.error_dict[of(key)] = error.to(of(key).device, copy=True)
+            p, q = state["shared"]["factors"].get(key, (None, None))
+            copies = [x if x is None else x.to(of(key).device, copy=True) for x in (error, p, q)]
+            self._errors[of(key)] = Remainder(*copies)
         for keys, r, m, dtype in state["shared"]["draws"]:
             self._draws.append(([of(key) for key in keys], r, m, dtype))
 
@@ -371,7 +391,7 @@ class LowRank:
     parameter: Tensor  # under which its factor is remembered
     matrix: Tensor  # (n, m), a view of the bucket
     r: int  # columns of its factors
-    error: Tensor | None  # (n, m), of this rank alone; None without error feedback
+    error: Remainder | None  # (n, m), of this rank alone; None without error feedback
 
     @property
     def n(self) -> int:
@@ -398,15 +418,26 @@ def gathered(error: Mapping[Any, Tensor], group: Group) -> list[dict[Any, Tensor
     return [{key: each[rank].cpu() for key, each in by_key if each is not None} for rank in range(group.world_size)]
 
 
-def redistributed(errors: Sequence[Mapping[Any, Tensor]], world_size: int) -> dict[Any, Tensor]:
-    """What each rank of a world of another size starts with, so that the sum over all ranks stays what it was.
+def redistributed(shared: Mapping[str, Any], errors: Sequence[Mapping[Any, Tensor]], world_size: int) -> dict[str, Any]:
+    """What each rank of a world of another size is to load, so that the sum of all errors stays what it was.
 
     Args:
-        errors: the ``error`` of each rank's `PowerSGDState.state_dict`.
+        shared: of a rank's `PowerSGDState.state_dict`, the same on every rank.
+        errors: the ``error`` of each rank.
         world_size: the ranks that there are now.
     """
-    keys = errors[0].keys()
-    return {key: torch.stack([each[key] for each in errors]).sum(0) / world_size for key in keys}
+    sums = {}
+    for key in errors[0]:
+        factors = shared["factors"].get(key, (None, None))
+        sums[key] = torch.stack([Remainder(each[key], *factors).value() for each in errors]).sum(0)
+    return {"shared": {**shared, "factors": {}}, "error": {key: total / world_size for key, total in sums.items()}}
+
+
+def _parts(square: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Each parameter of a bucket and its part of the bucket's square, a flat view; the last has the padding as well."""
+    numels = [parameter.numel() for parameter in parameters]
+    numels[-1] += square.numel() - sum(numels)
+    return list(zip(parameters, square.view(-1).split(numels), strict=True))
 
 
 def _at_least(least: int, name: str, value: object, advice: str) -> None:
