@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("no clock", deadline=None)  # a busy machine is not a fault
+settings.load_profile("no clock")
 
 
 @pytest.fixture(autouse=True)

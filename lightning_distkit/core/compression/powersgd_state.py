@@ -365,9 +365,8 @@ class PowerSGDState(CommState):
                     f"the loaded error of the parameter {key!r} has shape {tuple(error.shape)}, the parameter "
                     f"{tuple(of(key).shape)}; load the checkpoint of this model"
                 )
-            p, q = state["shared"]["factors"].get(key, (None, None))
-            copies = [x if x is None else x.to(of(key).device, copy=True) for x in (error, p, q)]
-            self._errors[of(key)] = Remainder(*copies)
+            factors = state["shared"]["factors"].get(key, (None, None))
+            self._errors[of(key)] = Remainder(error, *factors).to(of(key).device)
         for keys, r, m, dtype in state["shared"]["draws"]:
             self._draws.append(([of(key) for key in keys], r, m, dtype))
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_distkit.core.compression.products import products_
+from lightning_distkit.core.compression.products import product_, products_
 
 
 class Remainder:
@@ -28,16 +28,19 @@ class Remainder:
         self.p = p
         self.q = q
 
+    def to(self, device: torch.device) -> Remainder:
+        """A copy on that device."""
+        p, q = (factor if factor is None else factor.to(device, copy=True) for factor in (self.p, self.q))
+        return Remainder(self.whole.to(device, copy=True), p, q)
+
     def value(self) -> Tensor:
         """The error itself, a copy."""
-        if self.p is None or self.q is None:
-            return self.whole.clone()
-        return torch.addmm(self.whole, self.p.mT, self.q, alpha=-1)
+        return Remainder(self.whole.clone(), self.p, self.q).settle_()
 
     def settle_(self) -> Tensor:
         """Subtract now; the error itself, in ``whole``."""
         if self.p is not None and self.q is not None:
-            self.whole.addmm_(self.p.mT, self.q, alpha=-1)
+            product_(self.whole, self.p.mT, self.q, sign=-1)
         self.p = self.q = None
         return self.whole
 

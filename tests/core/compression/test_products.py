@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_distkit.core.compression.products import products_
+from lightning_distkit.core.compression.products import product_, products_
 
 
 @given(
@@ -41,3 +41,16 @@ def test_a_bias_between_two_matrices_is_no_obstacle() -> None:
     with patch("torch.mm", side_effect=AssertionError):
         products_(list(outs), list(lefts), matrices)
     torch.testing.assert_close(list(outs), [left @ right for left, right in zip(lefts, matrices, strict=True)])
+
+
+@pytest.mark.parametrize("sign", [-1, 0, 1])
+@pytest.mark.parametrize("inner", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("shape", [(300, 1024), (512, 600), (7, 9)])
+def test_large_and_small_products_with_few_columns(shape: tuple[int, int], inner: int, sign: int) -> None:
+    n, m = shape
+    out, left, right = torch.randn(n, m), torch.randn(inner, n).mT, torch.randn(inner, m)
+    expected = sign * left @ right + out if sign else left @ right
+    if sign == 0:
+        out.fill_(torch.nan)  # nothing of it may be read
+    product_(out, left, right, sign=sign)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
