@@ -37,8 +37,8 @@ class PowerSGDWarmup(Callback):
                 f"start must be a step of at least 2 or a share of all steps between 0 and 1, got {start!r}; 0.1 is a "
                 "good begin"
             )
-        if lr_warmup_steps < 0:
-            raise ValueError(f"lr_warmup_steps must be at least 0, got {lr_warmup_steps}")
+        if not isinstance(lr_warmup_steps, int) or isinstance(lr_warmup_steps, bool) or lr_warmup_steps < 0:
+            raise ValueError(f"lr_warmup_steps must be a whole number of at least 0, got {lr_warmup_steps!r}")
         self.start = start
         self.lr_warmup_steps = lr_warmup_steps
         self.start_powerSGD_iter: int | None = None  # once chosen; the same on every rank
@@ -50,6 +50,7 @@ class PowerSGDWarmup(Callback):
                 f'PowerSGDWarmup needs Trainer(strategy="powersgd"), got {type(trainer.strategy).__name__}; change the '
                 "strategy or leave the callback out"
             )
+        self.start_powerSGD_iter = None  # of an earlier fit; a checkpoint's comes later
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = _state(trainer)
@@ -81,10 +82,10 @@ class PowerSGDWarmup(Callback):
         if isinstance(self.start, int):
             return self.start
         n_steps = trainer.estimated_stepping_batches
-        if isinf(n_steps):
+        if isinf(n_steps) or n_steps <= 0:  # -1 is Lightning's word for a loader whose length nobody knows
             raise MisconfigurationException(
                 f"start={self.start} is a share of all steps, but this training has no end: set max_epochs or "
-                "max_steps, or give the number of a step"
+                "max_steps, or give the number of a step in place of a share"
             )
         return ceil(self.start * n_steps)
 

@@ -119,8 +119,8 @@ class Round:
         On CUDA the first look waits for the device.
         """
         # The largest magnitude keeps inf and NaN and, unlike a plain sum, cannot overflow by itself.
-        norms = [torch.linalg.vector_norm(x, torch.inf).float() for x in self._sums if x.numel()]
-        return not norms or bool(torch.stack(norms).isfinite().all())
+        finite = [torch.linalg.vector_norm(x, torch.inf).isfinite() for x in self._sums if x.numel()]
+        return not finite or bool(torch.stack(finite).all())
 
 
 Steps = Generator[Tensor, Round, Tensor]

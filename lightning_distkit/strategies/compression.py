@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
@@ -10,6 +11,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distkit.core.collectives import says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.compression import HOOKS, CommState, PowerSGDState, attach, gathered, redistributed
-from lightning_distkit.core.compression.hook import Hook
+from lightning_distkit.core.compression.hook import Hook, check_hook
 from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.strategies import WRONG_MIRROR
 
@@ -102,8 +104,9 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
 
     Checkpoints open under plain ``ddp`` and on one device, and theirs open here. Beside the usual they have, under
     "PowerSGDDDPStrategy", what the compressor remembers, each rank's own error included: that is one copy of the
-    compressed gradients for each rank. A resumed run continues as if it had not been interrupted; with another number
-    of ranks the errors are shared out anew, their sum kept.
+    compressed gradients for each rank. A resumed run continues as if it had not been interrupted, to the last bit where
+    plain DDP does (two ranks; with "batched_powersgd" not quite, as DDP's first buckets are others); with another
+    number of ranks the errors are shared out anew, their sum kept.
 
     Args:
         hook: "powersgd", or "batched_powersgd": faster, much less accurate.
@@ -140,8 +143,13 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
             "compression_stats_logging_frequency": compression_stats_logging_frequency,
             "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
         }
+        self._fitted: LightningModule | None = None
         PowerSGDState(None, **arguments)  # a wrong argument raises here and now, not in every process later
         self._make_state = partial(PowerSGDState, **arguments)
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        self._fitted = self.lightning_module
 
     @property
     def powersgd_state(self) -> PowerSGDState | None:
@@ -160,10 +168,13 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
             self.comm_state.gradient_scale = scaler.get_scale()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # Called on every rank, so the ranks' own errors can be gathered here. Not where only weights are saved.
-        if self.comm_state is not None and "optimizer_states" in checkpoint:
+        # Not where only weights are saved, nor of another module than the one that was fitted.
+        if self.comm_state is not None and "optimizer_states" in checkpoint and self._fitted is self.lightning_module:
             state = self.comm_state.state_dict(self._parameter_names())
-            errors = gathered(state["error"], self.comm_state.group)
+            # Every rank is here, so the errors can be gathered; unless one of them has raised, as when
+            # OnExceptionCheckpoint saves: then it may be alone, and must not wait for the others.
+            all_here = sys.exc_info()[1] is None or self.world_size == 1
+            errors = gathered(state["error"], self.comm_state.group) if all_here else None
             checkpoint[CHECKPOINT_KEY] = {"shared": state["shared"], "errors": errors}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -180,7 +191,12 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
             )
             return
         shared, errors = saved["shared"], saved["errors"]
-        if len(errors) == self.world_size:
+        if errors is None:
+            rank_zero_info(
+                "The checkpoint was saved while an exception was handled: what compression had left out is lost."
+            )
+            state = {"shared": {**shared, "factors": {}}, "error": {}}
+        elif len(errors) == self.world_size:
             state = {"shared": shared, "error": errors[self.global_rank]}
         else:
             state = redistributed(shared, errors, self.world_size)
@@ -203,8 +219,11 @@ def _hook_and_state(hook: Any, state: Any) -> tuple[Hook, Callable[[dist.Process
     if isinstance(hook, str):
         if hook not in HOOKS:
             raise ValueError(f"hook must be one of {', '.join(HOOKS)}, an import path or a function, got {hook!r}")
-        make_state = HOOKS[hook].make_state
-        return HOOKS[hook].hook, make_state if state is None else partial(_given, state)
+        if state is None:
+            return HOOKS[hook].hook, HOOKS[hook].make_state
+        HOOKS[hook].hook.checked_state(state)  # type: ignore[attr-defined]
+        return HOOKS[hook].hook, partial(_given, state)
+    check_hook(hook)
     return hook, partial(_given, state)
 
 

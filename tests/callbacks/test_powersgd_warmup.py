@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_distkit import PowerSGDDDPStrategy
 from lightning_distkit.callbacks import PowerSGDWarmup
@@ -85,6 +87,51 @@ def test_a_resumed_run_keeps_the_step_even_if_it_is_longer(tmp_path: Path) -> No
 def test_a_start_that_is_neither_step_nor_share_is_refused(start: Any) -> None:
     with pytest.raises(ValueError, match="start must be a step of at least 2 or a share"):
         PowerSGDWarmup(start)
+
+
+class Endless(Net):
+    """A training whose length nobody knows."""
+
+    def train_dataloader(self) -> Any:
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Any:
+                return iter([(torch.ones(16), torch.ones(4))] * 8)
+
+        return DataLoader(Stream(), batch_size=4)
+
+
+def without_length(folder: Path) -> str:
+    try:
+        trainer(PowerSGDDDPStrategy(), folder, callbacks=[PowerSGDWarmup(0.1)]).fit(Endless())
+    except MisconfigurationException as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_share_of_a_loader_without_length_is_refused(tmp_path: Path) -> None:
+    for said in run_ranks(2, without_length, tmp_path):
+        assert "this training has no end" in said
+
+
+def second_fit(folder: Path) -> list[int | None]:
+    callback = PowerSGDWarmup(0.5)
+    fit = trainer(PowerSGDDDPStrategy(), folder, callbacks=[callback])
+    chosen = []
+    for max_epochs in (1, 3):
+        fit.fit_loop.max_epochs = max_epochs
+        fit.fit(Net(n_batches=10))
+        chosen.append(callback.start_powerSGD_iter)
+    return chosen
+
+
+def test_a_second_fit_chooses_anew(tmp_path: Path) -> None:
+    assert run_ranks(2, second_fit, tmp_path) == [[5, 15], [5, 15]]
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5, True, None])
+def test_wrong_warmup_steps_are_refused(steps: Any) -> None:
+    with pytest.raises(ValueError, match="lr_warmup_steps must be a whole number of at least 0"):
+        PowerSGDWarmup(0.1, lr_warmup_steps=steps)
 
 
 def misused(strategy: Any, folder: Path, arguments: dict[str, Any]) -> str:

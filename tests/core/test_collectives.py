@@ -55,6 +55,7 @@ def test_a_world_of_one_runs_the_same_code() -> None:
 def test_a_round_knows_whether_its_sums_are_finite(bad: float) -> None:
     assert Round([torch.ones(3), torch.empty(0)]).finite
     assert Round([torch.full((3,), 3e38)]).finite
+    assert Round([torch.full((3,), 1e300, dtype=torch.float64)]).finite
     assert not Round([torch.ones(3), torch.tensor([0.0, bad])]).finite
     assert not Round([torch.tensor([bad], dtype=torch.float16)]).finite
 

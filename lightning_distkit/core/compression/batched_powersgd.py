@@ -14,7 +14,7 @@ from torch.distributed import GradBucket
 from lightning_distkit.core.collectives import Steps
 from lightning_distkit.core.compression.hook import comm_hook
 from lightning_distkit.core.compression.powersgd import low_rank_mean_, warm_up
-from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState
+from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState, factor_dtype
 
 
 @partial(comm_hook, state_class=PowerSGDState)
@@ -29,6 +29,8 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
 
 def _as_square(state: PowerSGDState, bucket: GradBucket) -> Steps:
     buffer = bucket.buffer()
+    if buffer.is_complex():
+        return (yield from warm_up(state, bucket))
     length = buffer.numel()
     side = isqrt(length - 1) + 1 if length else 0
     r = min(side, state.matrix_approximation_rank)
@@ -38,7 +40,7 @@ def _as_square(state: PowerSGDState, bucket: GradBucket) -> Steps:
     square = square.view(side, side)
     if length:
         parameters = bucket.parameters()
-        item = LowRank(parameters[0], square, r, state.error_of_bucket(parameters, side))
+        item = LowRank(parameters[0], square, r, state.error_of_bucket(parameters, side, factor_dtype(buffer.dtype)))
         yield from low_rank_mean_(state, [item], [])
         buffer.copy_(square.flatten()[:length])
     state.maybe_increase_iter(bucket)

@@ -10,7 +10,7 @@ from torch.distributed import GradBucket
 from torch.futures import Future
 
 from lightning_distkit.core.collectives import Steps
-from lightning_distkit.core.compression.hook import CommState, Hook, _as_ddp_wants_it, comm_hook
+from lightning_distkit.core.compression.hook import CommState, Hook, _as_ddp_wants_it, checked_hook, comm_hook
 
 
 def _mean_in(dtype: torch.dtype, state: CommState, bucket: GradBucket) -> Steps:
@@ -55,6 +55,8 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
 
 
 def _wrapped(hook: Hook, dtype: torch.dtype) -> Hook:
+    hook = checked_hook(hook)
+
     def cast_hook(state: Any, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         bucket.set_buffer(buffer.to(dtype, copy=True))

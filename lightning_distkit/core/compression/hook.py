@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -57,8 +57,13 @@ class CommState:
         """See a bucket go by. False means: start nothing before the last bucket is here."""
         return True
 
+    def claim(self, module: nn.Module) -> None:
+        """Be registered with a model."""
+
     def feed(self, bucket: GradBucket, make_steps: Callable[[], Steps]) -> Future[Tensor]:
         """Take a bucket from DDP and give it the future that will hold the bucket's new value."""
+        if bucket.buffer().is_sparse:
+            raise TypeError("sparse gradients cannot be sent by a hook; use nn.Embedding(..., sparse=False)")
         rounds = self._rounds_of_group()
         parameters = bucket.parameters()
         if not self._parameters.isdisjoint(parameters):
@@ -163,15 +168,9 @@ def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"a hook is attached to a DistributedDataParallel model, got {type(model).__name__}; wrap it")
-    if not callable(hook):
-        raise TypeError(f"a hook must be callable as hook(state, bucket), got {hook!r}")
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    try:
-        inspect.signature(hook).bind(state, None)
-    except TypeError as error:
-        raise TypeError(f"the hook {name} must take (state, bucket): {error}") from None
+    name = check_hook(hook)
     if hasattr(hook, "checked_state"):
-        hook.checked_state(state)
+        hook.checked_state(state).claim(model.module)
     logged = model._get_ddp_logging_data()
     if "comm_hook" in logged:
         raise RuntimeError(
@@ -181,10 +180,27 @@ def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
     # DDP logs an iteration at the next forward; the times of its gradients tell of the first backward at once.
     if any(model.reducer.get_backward_stats()) or logged.get("iteration", 0):
         raise RuntimeError(f"the hook {name} must be attached before the first backward; wrap the module anew")
-    model.register_comm_hook(state, hook if hasattr(hook, "checked_state") else _checked(hook, name))
+    model.register_comm_hook(state, checked_hook(hook))
 
 
-def _checked(hook: Hook, name: str) -> Hook:
+def check_hook(hook: object) -> str:
+    """The hook's name; a TypeError if it cannot be called as ``hook(state, bucket)``."""
+    if not callable(hook):
+        raise TypeError(f"a hook must be callable as hook(state, bucket), got {hook!r}")
+    name = str(getattr(hook, "__qualname__", type(hook).__qualname__))
+    try:
+        inspect.signature(hook).bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"the hook {name} must take (state, bucket): {error}") from None
+    return name
+
+
+def checked_hook(hook: Hook) -> Hook:
+    """The hook, with what it returns checked; ours need no check."""
+    name = check_hook(hook)
+    if hasattr(hook, "checked_state"):
+        return hook
+
     def checked(state: Any, bucket: GradBucket) -> Future[Tensor]:
         shape = bucket.buffer().shape
         future = hook(state, bucket)

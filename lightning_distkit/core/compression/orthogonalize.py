@@ -26,8 +26,11 @@ def orthogonalize_(factors: Sequence[Tensor], epsilon: float = 0.0) -> None:
     for (r, _), alike in by_shape.items():
         batch = torch.stack(alike)  # (k, r, n): a copy, but of thin factors
         if r == 1:
-            norm = torch.linalg.vector_norm(batch, dim=-1, keepdim=True) + epsilon
-            batch /= norm.clamp_min(torch.finfo(norm.dtype).tiny)
+            # By the largest element first: the squares of very small ones vanish, those of very large ones overflow.
+            largest = torch.linalg.vector_norm(batch, torch.inf, dim=-1, keepdim=True)  # (k, 1, 1)
+            batch = torch.where(largest > 0, batch / largest, 0)
+            norm = torch.linalg.vector_norm(batch, dim=-1, keepdim=True)  # at least 1, or 0
+            batch = batch / (norm + torch.where(largest > 0, epsilon / largest, 1))
         else:
             q, upper = torch.linalg.qr(batch.mT)  # (k, n, r), (k, r, r); the transposed batch is what LAPACK wants
             batch = q.mT

@@ -49,8 +49,9 @@ def _by_layers(state: PowerSGDState, bucket: GradBucket) -> Steps:
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         n, m = _matrix_shape(parameter)
         r = min(n, m, state.matrix_approximation_rank)
-        if gradient.dim() > 1 and state.should_compress(n, m, r):
-            items.append(LowRank(parameter, gradient.view(n, m), r, state.error_of(parameter, n, m)))
+        if gradient.dim() > 1 and not gradient.is_complex() and state.should_compress(n, m, r):
+            error = state.error_of(parameter, n, m, factor_dtype(buffer.dtype))
+            items.append(LowRank(parameter, gradient.view(n, m), r, error))
             n_sent += (n + m) * r
         else:
             rest.append(gradient)
@@ -125,7 +126,7 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
         products_([new_qs[item] for item in some], [ps[item] for item in some], wholes)
     message = all_qs.to(wire).div_(state.group.world_size)
     sums = yield message
-    if wire == torch.float16 and not sums.finite:  # the factor overflowed on its way
+    if not sums.finite:  # this factor is larger than the first and overflowed, most likely on its way in 16 bits
         for item in items:
             if item.error is not None:
                 item.error.whole.sub_(item.matrix)

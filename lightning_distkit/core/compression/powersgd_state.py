@@ -8,13 +8,14 @@ parameters, not to buckets: DDP may rebuild its buckets, or a resumed run have o
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GradBucket
 
 from lightning_distkit.core.collectives import Group
@@ -78,14 +79,25 @@ class PowerSGDState(CommState):
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
         super().__init__(process_group)
+        if not isinstance(process_group, dist.ProcessGroup | None):
+            raise TypeError(f"process_group must be a process group, or None for all, got {process_group!r}")
         _at_least(1, "matrix_approximation_rank", matrix_approximation_rank, "start with 1 and double it")
         _at_least(0, "start_powerSGD_iter", start_powerSGD_iter, "10 % of all steps is a good begin")
         _at_least(0, "compression_stats_logging_frequency", compression_stats_logging_frequency, "10_000 is usual")
         _at_least(0, "random_seed", random_seed, "any number will do, the same on every rank")
-        if not min_compression_rate > 0:
-            raise ValueError(f"min_compression_rate must be above 0, got {min_compression_rate}; 2 is usual")
-        if not 0 <= orthogonalization_epsilon < float("inf"):
-            raise ValueError(f"orthogonalization_epsilon must be at least 0, got {orthogonalization_epsilon}; use 0")
+        if not _is_number(min_compression_rate) or not min_compression_rate > 0:
+            raise ValueError(f"min_compression_rate must be a number above 0, got {min_compression_rate!r}; 2 is usual")
+        if not _is_number(orthogonalization_epsilon) or not 0 <= orthogonalization_epsilon < float("inf"):
+            raise ValueError(
+                f"orthogonalization_epsilon must be a number of at least 0, got {orthogonalization_epsilon!r}; use 0"
+            )
+        for name, value in (
+            ("use_error_feedback", use_error_feedback),
+            ("warm_start", warm_start),
+            ("batch_tensors_with_same_shape", batch_tensors_with_same_shape),
+        ):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
             raise ValueError(
                 f"start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start, as DDP rebuilds its "
@@ -128,8 +140,18 @@ class PowerSGDState(CommState):
         self._draws: list[tuple[Sequence[Tensor], int, int, torch.dtype]] = []  # of a step without warm start, in order
         self._gradient_scale = 1.0
         self._order: list[Tensor] = []  # all parameters in the module's order, once seen
+        self._module: weakref.ref[nn.Module] | None = None
         self._seen: list[list[Tensor]] = []
         self._orphans: dict[str, Any] = {}  # a loaded state whose parameters have not been seen yet
+
+    def claim(self, module: nn.Module) -> None:
+        """Be registered with a model: again with the same one, but not with two."""
+        other = self._module() if self._module is not None else None
+        if other is not None and other is not module:
+            raise RuntimeError(
+                f"this PowerSGDState is registered with another model, {type(other).__name__}; make one for each model"
+            )
+        self._module = weakref.ref(module)
 
     # What is asked of it
 
@@ -159,8 +181,8 @@ class PowerSGDState(CommState):
 
     @gradient_scale.setter
     def gradient_scale(self, scale: float) -> None:
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"gradient_scale must be above 0 and finite, got {scale}")
+        if not _is_number(scale) or not 0 < scale < float("inf"):
+            raise ValueError(f"gradient_scale must be a finite number above 0, got {scale!r}; 1 is without a scaler")
         if scale != self._gradient_scale:
             for error in (*self._errors.values(), *self._errors_of_buckets.values()):
                 error.settle_().mul_(scale / self._gradient_scale)
@@ -202,7 +224,7 @@ class PowerSGDState(CommState):
             )
             self.next_stats_report = self.iter + self.compression_stats_logging_frequency
 
-    def error_of(self, parameter: Tensor, n: int, m: int) -> Remainder | None:
+    def error_of(self, parameter: Tensor, n: int, m: int, dtype: torch.dtype) -> Remainder | None:
         """What was left out of this parameter's gradient so far, (n, m); None without error feedback."""
         if not self.use_error_feedback:
             return None
@@ -211,13 +233,13 @@ class PowerSGDState(CommState):
         error = self._errors.get(parameter)
         if error is None:
             logger.info("A zero tensor of length %s that represents local error is created.", n * m)
-            error = Remainder(torch.zeros(n, m, device=parameter.device, dtype=factor_dtype(parameter.dtype)))
-        elif error.whole.shape != (n, m):  # it was the batched hook's
-            error = Remainder(error.settle_().flatten()[: n * m].clone().view(n, m))
+            error = Remainder(torch.zeros(n, m, device=parameter.device, dtype=dtype))
+        elif error.whole.shape != (n, m) or error.whole.dtype != dtype:  # the batched hook's, or sent otherwise before
+            error = Remainder(error.settle_().flatten()[: n * m].to(dtype, copy=True).view(n, m))
         self._errors[parameter] = error
         return error
 
-    def error_of_bucket(self, parameters: Sequence[Tensor], side: int) -> Remainder | None:
+    def error_of_bucket(self, parameters: Sequence[Tensor], side: int, dtype: torch.dtype) -> Remainder | None:
         """What was left out of a whole bucket so far, (side, side); None without error feedback.
 
         A bucket of other parameters than before is put together from what is remembered of each.
@@ -227,7 +249,6 @@ class PowerSGDState(CommState):
         if tuple(parameters) not in self._errors_of_buckets:
             self._release(parameters)
             logger.info("A zero tensor of length %s that represents local error is created.", side * side)
-            dtype = factor_dtype(parameters[0].dtype)
             square = torch.zeros(side, side, device=parameters[0].device, dtype=dtype)
             for parameter, part in _parts(square, parameters):
                 if parameter in self._errors:
@@ -308,11 +329,18 @@ class PowerSGDState(CommState):
             return self._orphans
         key: Mapping[Tensor, str | int]
         key = names if names is not None else {parameter: i for i, parameter in enumerate(self._order)}
+        nameless = [tuple(parameter.shape) for parameter in self.error_dict if parameter not in key]
+        if nameless:
+            raise ValueError(
+                f"parameters of shape {', '.join(map(str, nameless))} are compressed, but have no name: "
+                + ("give the names of all" if names is not None else "a state is for one model; make one for each")
+            )
         wholes = {parameter: error.whole for parameter, error in self._errors.items()}
         return {
             "shared": {
                 **{name: getattr(self, name) for name in _COUNTERS},
                 "n_drawn": self._seeds.n_drawn,
+                "n_parameters": len(self._order),
                 "gradient_scale": self._gradient_scale,
                 "q": {key[parameter]: q for parameter, q in self.q_memory_dict.items()},
                 # As they are, not subtracted from the errors: the last bit must not depend on whether one saves.
@@ -328,6 +356,8 @@ class PowerSGDState(CommState):
         Raises:
             ValueError: it was saved with names and is loaded without, or the other way round, or for another model.
         """
+        if not {"shared", "error"} <= state.keys():
+            raise ValueError(f"this is not what state_dict() returned: it has the keys {list(state)}")
         shared = state["shared"]
         named = any(isinstance(key, str) for key in (*shared["q"], *state["error"]))
         numbered = any(isinstance(key, int) for key in (*shared["q"], *state["error"]))
@@ -350,6 +380,12 @@ class PowerSGDState(CommState):
 
     def _adopt(self, state: Mapping[str, Any], parameters: Mapping[Any, Tensor]) -> None:
         """Give each loaded tensor to its parameter."""
+        n_saved = state["shared"]["n_parameters"]
+        if n_saved and self._order and n_saved != len(self._order):
+            raise ValueError(
+                f"the loaded compression state is of a model with {n_saved} trainable parameters, this one has "
+                f"{len(self._order)}; load the checkpoint of this model"
+            )
 
         def of(key: Any) -> Tensor:
             if key not in parameters:
@@ -437,6 +473,10 @@ def _parts(square: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, T
     numels = [parameter.numel() for parameter in parameters]
     numels[-1] += square.numel() - sum(numels)
     return list(zip(parameters, square.view(-1).split(numels), strict=True))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _at_least(least: int, name: str, value: object, advice: str) -> None:

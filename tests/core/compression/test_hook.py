@@ -175,6 +175,12 @@ def returns_half(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
     return future
 
 
+def returns_three(state: object, bucket: dist.GradBucket) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(3)
+    return future
+
+
 def takes_one(bucket: dist.GradBucket) -> None:
     return None
 
@@ -190,6 +196,22 @@ def breach(kind: str) -> str:
         elif kind == "after backward":
             model(torch.ones(1, 4)).sum().backward()
             attach(model, None, allreduce_hook)
+        elif kind == "wrapped":
+            attach(model, None, fp16_compress_wrapper(returns_nothing))
+            model(torch.ones(1, 4)).sum().backward()
+        elif kind == "wrapped three":
+            attach(model, None, bf16_compress_wrapper(returns_three))
+            model(torch.ones(1, 4)).sum().backward()
+        elif kind == "wrapped nothing":
+            fp16_compress_wrapper(None)  # type: ignore[arg-type]
+        elif kind == "sparse":
+            model = DistributedDataParallel(nn.Embedding(5, 4, sparse=True))
+            attach(model, None, allreduce_hook)
+            model(torch.tensor([1])).sum().backward()
+        elif kind == "two models":
+            state = PowerSGDState(None)
+            attach(model, state, powerSGD_hook)
+            attach(DistributedDataParallel(mlp(4, 4)), state, powerSGD_hook)
         elif kind == "no function":
             attach(model, None, "powersgd")  # type: ignore[arg-type]
         elif kind == "wrong state":
@@ -213,6 +235,11 @@ def breach(kind: str) -> str:
         ("returns_nothing", "the hook returns_nothing must return a torch.futures.Future, also where it sends nothing"),
         ("returns_a_list", "the hook returns_a_list must hold one tensor of the bucket's shape (20,), got list"),
         ("returns_half", "must hold one tensor of the bucket's shape (20,), got shape (10,)"),
+        ("wrapped", "the hook returns_nothing must return a torch.futures.Future"),
+        ("wrapped three", "the hook returns_three must hold one tensor of the bucket's shape (20,), got int"),
+        ("wrapped nothing", "a hook must be callable as hook(state, bucket), got None"),
+        ("sparse", "sparse gradients cannot be sent by a hook; use nn.Embedding(..., sparse=False)"),
+        ("two models", "this PowerSGDState is registered with another model, Sequential; make one for each model"),
         ("takes_one", "the hook takes_one must take (state, bucket)"),
         ("twice", "this model has the hook allreduce_hook already"),
         ("after backward", "the hook allreduce_hook must be attached before the first backward"),

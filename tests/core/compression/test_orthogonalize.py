@@ -45,6 +45,14 @@ def test_zeros_give_no_nan(r: int, epsilon: float) -> None:
     assert rows.isfinite().all()
 
 
+@pytest.mark.parametrize("scale", [1e-38, 1e-24, 1e24, 1e37])
+@pytest.mark.parametrize("r", [1, 2, 4])
+def test_no_scale_is_too_small_or_too_large(r: int, scale: float) -> None:
+    rows = torch.randn(r, 50) * scale
+    orthogonalize_([rows])
+    assert off(rows) < 1e-5
+
+
 def test_equal_rows_are_replaced_by_orthogonal_ones() -> None:
     rows = torch.ones(3, 10)
     orthogonalize_([rows])

@@ -20,6 +20,8 @@ from lightning_distkit.core.compression import (
     PowerSGDState,
     attach,
     batched_powerSGD_hook,
+    bf16_compress_wrapper,
+    fp16_compress_wrapper,
     gathered,
     powerSGD_hook,
     redistributed,
@@ -399,6 +401,69 @@ def test_a_factor_that_overflows_in_fp16_marks_the_step_and_not_the_memory() -> 
     assert run_ranks(2, huge_halves) == [(True, True)] * 2
 
 
+def huge(hook: str, dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """One step with finite gradients so large that the first factor is finite and the second is not."""
+    model = by_name(hook, mlp(256, 256, 256, bias=False).to(dtype))
+    model._comm_hooks[0][1].matrix_approximation_rank = 2
+    marked = []
+    for step in range(6):
+        model.zero_grad()
+        with torch.no_grad():
+            scale = 1e37 if step == 3 else 1.0
+        handles = [p.register_hook(lambda g, s=scale: torch.full_like(g, s)) for p in model.parameters()]
+        model(torch.ones(4, 256, dtype=dtype)).sum().backward()
+        for handle in handles:
+            handle.remove()
+        marked.append(any(parameter.grad.isnan().any() for parameter in model.parameters()))
+    errors = model._comm_hooks[0][1].error_dict.values()
+    return marked[3], any(marked[4:]), all(error.isfinite().all() for error in errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
+def test_a_second_factor_that_overflows_marks_only_that_step(hook: str, dtype: torch.dtype) -> None:
+    for at_that_step, later, finite in run_ranks(2, huge, hook, dtype):
+        assert (at_that_step, later, finite) == (True, False, True)
+
+
+class Mixed(nn.Module):
+    """Single, double and half precision and complex numbers in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.single, self.doubles, self.halves = (
+            nn.Linear(20, 20),
+            nn.Linear(20, 20).double(),
+            nn.Linear(20, 20).bfloat16(),
+        )
+        self.complex = nn.Parameter(torch.randn(20, 20, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.halves(self.doubles(self.single(x).double()).bfloat16()).float()
+        return (x.to(torch.complex64) @ self.complex).abs()
+
+
+def mixed(wrapper: str, hook: str) -> bool:
+    function = {"powersgd": powerSGD_hook, "batched_powersgd": batched_powerSGD_hook}[hook]
+    net = Mixed()
+    if wrapper:
+        net.complex.requires_grad_(False)  # which have no 16 bits to be cast to
+        function = {"fp16": fp16_compress_wrapper, "bf16": bf16_compress_wrapper}[wrapper](function)
+    model, _ = powersgd(net, function)
+    for _ in range(5):
+        model.zero_grad()
+        model(torch.randn(4, 20)).sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    return all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
+@pytest.mark.parametrize("wrapper", ["", "fp16", "bf16"])
+def test_mixed_dtypes_in_one_model(wrapper: str, hook: str) -> None:
+    assert run_ranks(2, mixed, wrapper, hook) == [True, True]
+
+
 def alone() -> tuple[float, int]:
     model, state = powersgd(mlp(20, 30, 30, 10))
     train(model, 5, 20)
@@ -559,11 +624,20 @@ def loads(kind: str) -> str:
             fresh.load_state_dict(state.state_dict(names))
         elif kind == "with names":
             fresh.load_state_dict(state.state_dict(), names)
+        elif kind == "nothing":
+            fresh.load_state_dict({})
+        elif kind == "incomplete names":
+            state.state_dict({p: n for p, n in names.items() if n != "0.weight"})
+        elif kind == "fewer layers":
+            fresh.load_state_dict(state.state_dict())
+            other = DistributedDataParallel(mlp(20, 30, 30, 30, 10))
+            attach(other, fresh, powerSGD_hook)
+            other(torch.ones(1, 20)).sum().backward()
         elif kind == "another model":
             fresh.load_state_dict(state.state_dict(names), {p: n for n, p in mlp(20, 31, 30, 10).named_parameters()})
         else:
             fresh.load_state_dict(state.state_dict(names), {p: "x" + n for p, n in names.items()})
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         return str(error)
     return "no error"
 
@@ -573,6 +647,9 @@ def loads(kind: str) -> str:
     [
         ("without names", "was saved with the parameters' names and must be loaded with them"),
         ("with names", "was saved without the parameters' names and must be loaded without them"),
+        ("fewer layers", "of a model with 6 trainable parameters, this one has 8"),
+        ("incomplete names", "parameters of shape (30, 20) are compressed, but have no name"),
+        ("nothing", "this is not what state_dict() returned"),
         ("another model", "load the checkpoint of this model"),
         ("other names", "the loaded compression state has the parameter"),
     ],
@@ -593,8 +670,13 @@ def test_a_state_of_something_else_is_refused(kind: str, says: str) -> None:
         ({"start_powerSGD_iter": 1}, "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start"),
         ({"start_powerSGD_iter": -1, "use_error_feedback": False, "warm_start": False}, "at least 0, got -1"),
         ({"compression_stats_logging_frequency": -1}, "compression_stats_logging_frequency must be a whole number"),
-        ({"min_compression_rate": 0}, "min_compression_rate must be above 0, got 0"),
-        ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon must be at least 0, got -1e-08"),
+        ({"min_compression_rate": 0}, "min_compression_rate must be a number above 0, got 0"),
+        ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon must be a number of at least 0, got -1e-08"),
+        ({"min_compression_rate": "2"}, "min_compression_rate must be a number above 0, got '2'"),
+        ({"orthogonalization_epsilon": None}, "orthogonalization_epsilon must be a number of at least 0, got None"),
+        ({"use_error_feedback": "no"}, "use_error_feedback must be True or False, got 'no'"),
+        ({"warm_start": 1}, "warm_start must be True or False, got 1"),
+        ({"batch_tensors_with_same_shape": "x"}, "batch_tensors_with_same_shape must be True or False, got 'x'"),
         ({"random_seed": -1}, "random_seed must be a whole number of at least 0, got -1"),
     ],
 )
@@ -602,6 +684,17 @@ def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], says: st
     with pytest.raises(ValueError, match="got") as raised:
         PowerSGDState(None, **arguments)
     assert says in str(raised.value)
+
+
+def test_a_group_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="process_group must be a process group, or None for all, got 'gloo'"):
+        PowerSGDState("gloo")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [0, -1, float("inf"), None])
+def test_a_wrong_gradient_scale_is_refused(scale: Any) -> None:
+    with pytest.raises(ValueError, match="gradient_scale must be a finite number above 0"):
+        PowerSGDState(None).gradient_scale = scale
 
 
 def test_arguments_and_defaults_are_torchs() -> None:
