@@ -1,6 +1,6 @@
 """Trains a small language model on two processes, with plain DDP and with PowerSGD, and compares the two.
 
-Run: make demo, or: python examples/demo.py [--steps 400] [--seconds 150]
+Run: make demo, or: python examples/demo.py [--steps 400] [--seconds 140]
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
         help="optimizer steps of each training, at most one epoch (%(default)s)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=150, help="fewer steps where the machine is too slow for this (%(default)s)"
+        "--seconds", type=float, default=140, help="fewer steps where the machine is too slow for this (%(default)s)"
     )
     arguments = parser.parse_args()
     began = time.perf_counter()
@@ -65,13 +65,12 @@ def train(name: str, n_steps: int) -> Record:
 
 
 def affordable(n_steps: int, seconds: float, spent: float, probe: Record) -> int:
-    """The number of steps, at most ``n_steps``, for which two more trainings should end within ``seconds``."""
+    """How many steps, at most ``n_steps``, two more trainings can make so that all should end within ``seconds``."""
     start = spent - sum(probe["seconds"])  # imports, mostly
-    step = 2 * quantiles(probe["seconds"])[0]  # a good one, twice: for communication, waiting and validation
+    step = 1.5 * quantiles(probe["seconds"])[0]  # a good one, and half as much for communication and validation
     possible = max(100, int((seconds - spent - 2 * start) / (2 * step)))
-    n_steps, possible = (
-        max(20, n // 20 * 20) for n in (n_steps, possible)
-    )  # so that the last validation is at the end
+    # Multiples of 20, so that the last step ends with a validation.
+    n_steps, possible = max(20, n_steps // 20 * 20), possible // 20 * 20
     if possible >= n_steps:
         return n_steps
     print(f"This machine is slow or busy: {possible} steps in place of {n_steps}, to end within {seconds:.0f} s.")
