@@ -167,6 +167,15 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
         if scaler is not None and self.comm_state is not None:
             self.comm_state.gradient_scale = scaler.get_scale()
 
+    def teardown(self) -> None:
+        state = self.comm_state
+        if state is not None and 0 < state.iter <= state.start_powerSGD_iter:
+            rank_zero_info(
+                f"PowerSGD has compressed nothing yet: {state.iter} steps are done, and it starts after "
+                f"{state.start_powerSGD_iter}. For a short training set start_powerSGD_iter or use PowerSGDWarmup."
+            )
+        super().teardown()
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         # Not where only weights are saved, nor of another module than the one that was fitted.
         if self.comm_state is not None and "optimizer_states" in checkpoint and self._fitted is self.lightning_module:

@@ -62,6 +62,13 @@ def test_a_name_is_enough(name: str, tmp_path: Path) -> None:
         assert n_steps == 6
 
 
+def test_a_training_too_short_to_compress_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(2, by_name, "powersgd", tmp_path)
+    assert "PowerSGD has compressed nothing yet: 6 steps are done, and it starts after 1000" in capfd.readouterr().out
+    run_ranks(2, bytes_a_step, PowerSGDDDPStrategy(**EARLY), tmp_path)
+    assert "compressed nothing" not in capfd.readouterr().out
+
+
 @pytest.mark.parametrize("hook", HOOKS)
 def test_every_hook_of_the_table_can_be_named(hook: str, tmp_path: Path) -> None:
     (first, _, a), (second, _, b) = run_ranks(2, bytes_a_step, CommHookDDPStrategy(hook), tmp_path)
