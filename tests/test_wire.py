@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.hosts import Host, run_on, two_hosts, why_not, wire_bytes
 from lightning_distkit.core.compression import HOOKS, attach, ledger_of
 
+# Network namespaces need root and iproute2: without them there is no device whose counter is ours alone to read.
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 # Large factors: an all-reduce costs gloo about 1.6 kB beside its payload, which is 66 kB or more here.
