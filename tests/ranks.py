@@ -171,7 +171,7 @@ def _rank_main(rank: int, folder: str, environ: dict[str, str], job: bytes, pare
         store, limit = dist.FileStore(f"{folder}/store", world_size), timedelta(seconds=pg_timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
         message = pickle.dumps((False, body(*args), ""))
-    # All of them, as nothing may end a rank unsaid: SystemExit and pytest's own are no Exception, and the parent decides.
+    # All of them, as nothing may end a rank unsaid: SystemExit and pytest's own are no Exception. The parent decides.
     except BaseException as error:
         message = pickle.dumps((True, _picklable(error), traceback.format_exc()))
     parent.send_bytes(message)
