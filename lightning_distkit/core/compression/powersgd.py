@@ -20,7 +20,7 @@ from lightning_distkit.core.compression.hook import comm_hook
 from lightning_distkit.core.compression.orthogonalize import orthogonalize_
 from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState, factor_dtype
 from lightning_distkit.core.compression.products import products_
-from lightning_distkit.core.compression.remainder import add_products_
+from lightning_distkit.core.compression.remainder import multiply_
 
 
 @partial(comm_hook, state_class=PowerSGDState)
@@ -103,7 +103,7 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
         products_(*of_some, [item.matrix.to(dtype).mT for item in some])
         errors = [item.error for item in some if item.error is not None]
         if errors:
-            add_products_(*of_some, errors)
+            multiply_(*of_some, errors, transposed=True)
 
     # P is made orthonormal, so its scale is of no account: the mean in place of the sum, lest halves overflow.
     message = torch.cat([all_ps.to(wire), *(tensor.flatten() for tensor in rest)]).div_(state.group.world_size)
@@ -122,8 +122,15 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
     all_qs, new_qs = _factors(items, [(item.r, item.m) for item in items], dtype)
     # Q = (G + E)ᵀ P
     for some in together:
-        wholes = [_add_error_(item, dtype) for item in some]
-        products_([new_qs[item] for item in some], [ps[item] for item in some], wholes)
+        of_some = [new_qs[item] for item in some], [ps[item] for item in some]
+        errors = [item.error for item in some if item.error is not None]
+        for item in some:
+            if item.error is not None:
+                item.error.add_(item.matrix)
+        if errors:
+            multiply_(*of_some, errors)
+        else:
+            products_(*of_some, [item.matrix.to(dtype) for item in some])
     message = all_qs.to(wire).div_(state.group.world_size)
     sums = yield message
     if not sums.finite:  # this factor is larger than the first and overflowed, most likely on its way in 16 bits
@@ -141,7 +148,7 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
             products_([item.matrix for item in some], *factors)
             for item in some:
                 if item.error is not None:
-                    item.error.p, item.error.q = ps[item], new_qs[item]
+                    item.error.subtract_(ps[item], new_qs[item])
         else:
             largest = torch.finfo(wire).max  # saturated: an inf here would stay in the error for ever
             for item, p, q in zip(some, *factors, strict=True):
@@ -153,11 +160,6 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
             # From a factor of zeros nothing would ever grow again: after a gradient of zeros keep the old one.
             state.q_memory_dict[item.parameter] = torch.where(torch.linalg.vector_norm(q) > 0, q, qs[item])
     return message
-
-
-def _add_error_(item: LowRank, dtype: torch.dtype) -> Tensor:
-    """The matrix plus its error, (n, m); in the error's memory, if there is one."""
-    return item.error.settle_().add_(item.matrix) if item.error is not None else item.matrix.to(dtype)
 
 
 def _factors(
