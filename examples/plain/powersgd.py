@@ -26,7 +26,9 @@ def main() -> None:
     train, validation = task.read_rows()
     loader = DataLoader(train, task.BATCH, sampler=DistributedSampler(train), drop_last=True)
     model = DistributedDataParallel(task.GPT())
-    state = PowerSGDState(None, matrix_approximation_rank=8, start_powerSGD_iter=task.STEPS // 20)  # <-- changed
+    state = PowerSGDState(
+        None, matrix_approximation_rank=8, start_powerSGD_iter=max(2, task.STEPS // 20)
+    )  # <-- changed
     model.register_comm_hook(state, powerSGD_hook)  # <-- changed
     optimizer, schedule = task.make_optimizer(model)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -123,8 +124,12 @@ class Round:
         return not finite or bool(torch.stack(finite).all())
 
 
-Steps = Generator[Tensor, Round, Tensor]
-"""An algorithm that yields tensors to be summed in place over the ranks, and returns its result."""
+Result = TypeVar("Result")
+Messages = Generator[Tensor | tuple[Tensor, ...], Round, Result]
+"""An algorithm that yields one or more tensors to be summed in place over the ranks."""
+
+Steps = Messages[Tensor]
+"""One that returns its result."""
 
 
 def run(steps: Steps, group: Group) -> Tensor:
@@ -135,18 +140,21 @@ def run(steps: Steps, group: Group) -> Tensor:
 
 
 class _Task:
-    """One algorithm under way: the message that it waits for, or its result."""
+    """One algorithm under way: the messages that it waits for, or its result."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self.message: Tensor | None = None
+        self.messages: tuple[Tensor, ...] = ()
         self.result: Tensor | None = None
 
     def advance(self, last: Round | None) -> None:
         try:
-            self.message = next(self._steps) if last is None else self._steps.send(last)
+            yielded = next(self._steps) if last is None else self._steps.send(last)
+            self.messages = (yielded,) if isinstance(yielded, Tensor) else yielded
         except StopIteration as stop:
-            self.message, self.result = None, stop.value
+            self.messages, self.result = (), stop.value
+            if not isinstance(self.result, Tensor):
+                raise TypeError(f"an algorithm must return its result, a tensor, got {self.result!r}") from None
 
 
 class Rounds:
@@ -178,12 +186,12 @@ class Rounds:
         """Bring all that was started to its end; the results in the order of the starts."""
         tasks, waits = self._tasks, self._waits
         self.abandon()
-        waiting = [task for task in tasks if task.message is not None]
+        waiting = [task for task in tasks if task.result is None]
         while waiting:
             for wait in waits:
                 wait()
-            self._advance(waiting, Round([task.message for task in waiting if task.message is not None]))
-            waiting = [task for task in waiting if task.message is not None]
+            self._advance(waiting, Round([message for task in waiting for message in task.messages]))
+            waiting = [task for task in waiting if task.result is None]
             waits = self._send(waiting)
         return [task.result for task in tasks if task.result is not None]
 
@@ -201,12 +209,12 @@ class Rounds:
         """Send the messages of ``tasks``: one collective for each dtype and device that is among them."""
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for task in tasks:
-            if task.message is not None:
-                alike.setdefault((task.message.dtype, task.message.device), []).append(task.message)
+            for message in task.messages:
+                alike.setdefault((message.dtype, message.device), []).append(message)
         return [self._send_together(messages) for messages in alike.values()]
 
     def _send_together(self, messages: Sequence[Tensor]) -> Callable[[], None]:
-        if len(messages) == 1:
+        if len(messages) == 1 and messages[0].is_contiguous():
             return self.group.all_reduce(messages[0]).wait
         packed = torch.cat([message.flatten() for message in messages])
         pending = self.group.all_reduce(packed)

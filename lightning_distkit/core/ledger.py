@@ -36,6 +36,9 @@ class Ledger:
         self._finished = Counts()
         self._current = Counts()
 
+    def __repr__(self) -> str:
+        return f"<Ledger of {self.n_steps} steps, total={self.total}>"
+
     @property
     def total(self) -> Counts:
         """All that was counted so far, an unfinished step included."""

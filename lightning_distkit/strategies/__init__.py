@@ -18,6 +18,7 @@ _MODULES = {"CommHookDDPStrategy": "compression", "PowerSGDDDPStrategy": "compre
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd": ("PowerSGDDDPStrategy", {}),
     "batched_powersgd": ("PowerSGDDDPStrategy", {"hook": "batched_powersgd"}),
+    "acp_sgd": ("PowerSGDDDPStrategy", {"hook": "acp_sgd"}),
     "ddp_noop": ("CommHookDDPStrategy", {"hook": "noop"}),
 }
 """Name -> class and arguments. A new strategy is one line here, and one above for a new class."""

@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_distkit.core.collectives import says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.compression import HOOKS, CommState, PowerSGDState, attach, gathered, redistributed
 from lightning_distkit.core.compression.hook import Hook, check_hook
+from lightning_distkit.core.compression.matrix_rank import MatrixRank, is_by_name
 from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.strategies import WRONG_MIRROR
 
@@ -90,7 +92,11 @@ class CommHookDDPStrategy(DDPStrategy):
         } - {"self", "module", "kwargs", "ddp_kwargs"}
         for name in keywords.keys() - known:
             meant = "".join(f"; did you mean {match}?" for match in get_close_matches(name, known, 1))
-            raise TypeError(f"{cls.__name__} takes no {name!r}{meant} It takes {', '.join(sorted(known))}")
+            own = [each for each in inspect.signature(cls.__init__).parameters if each in known]
+            raise TypeError(
+                f"{cls.__name__} takes no {name!r}{meant or '; '} It takes {', '.join(own)} and what DDPStrategy and "
+                "DistributedDataParallel take"
+            )
 
     def __repr__(self) -> str:
         # What a Trainer of the mirror package prints as "invalid strategy name".
@@ -109,13 +115,14 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
     number of ranks the errors are shared out anew, their sum kept.
 
     Args:
-        hook: "powersgd", or "batched_powersgd": faster, much less accurate.
+        hook: "powersgd"; "acp_sgd", which sends the two factors in turn: half the bytes and one message a step;
+            "batched_powersgd": one matrix for each bucket, much less accurate.
         ddp_kwargs: all that `DDPStrategy` and ``DistributedDataParallel`` take.
     """
 
     def __init__(
         self,
-        matrix_approximation_rank: int = 1,
+        matrix_approximation_rank: MatrixRank = 1,
         start_powerSGD_iter: int = 1_000,
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
@@ -124,12 +131,19 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
-        hook: Literal["powersgd", "batched_powersgd"] = "powersgd",
+        wire_dtype: torch.dtype | str | None = None,
+        hook: Literal["powersgd", "batched_powersgd", "acp_sgd"] = "powersgd",
         **ddp_kwargs: Any,
     ) -> None:
-        if hook not in ("powersgd", "batched_powersgd"):
+        if hook not in ("powersgd", "batched_powersgd", "acp_sgd"):
             raise ValueError(
-                f'hook must be "powersgd" or "batched_powersgd", got {hook!r}; CommHookDDPStrategy takes the others'
+                f'hook must be "powersgd", "batched_powersgd" or "acp_sgd", got {hook!r}; the others are for '
+                "CommHookDDPStrategy"
+            )
+        if hook == "batched_powersgd" and is_by_name(matrix_approximation_rank):
+            raise ValueError(
+                "batched_powersgd compresses whole buckets, so its matrix_approximation_rank must not depend on names, "
+                f"got {matrix_approximation_rank!r}"
             )
         super().__init__(hook, **ddp_kwargs)
         arguments: dict[str, Any] = {
@@ -142,8 +156,10 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
             "random_seed": random_seed,
             "compression_stats_logging_frequency": compression_stats_logging_frequency,
             "batch_tensors_with_same_shape": batch_tensors_with_same_shape,
+            "wire_dtype": wire_dtype,
         }
         self._fitted: LightningModule | None = None
+        self._arguments = {"hook": hook, **arguments}
         PowerSGDState(None, **arguments)  # a wrong argument raises here and now, not in every process later
         self._make_state = partial(PowerSGDState, **arguments)
 
@@ -158,7 +174,10 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
         return self.comm_state
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """The rate, and the numbers of elements before and after compression, in this fit or the last one."""
+        """The rate, and the numbers of elements before and after compression, in this fit or the last one.
+
+        A fit that was resumed counts on from the checkpoint, unlike ``ledger``.
+        """
         return self.comm_state.compression_stats() if self.comm_state is not None else (0, 0, 0)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -184,7 +203,7 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
             # OnExceptionCheckpoint saves: then it may be alone, and must not wait for the others.
             all_here = sys.exc_info()[1] is None or self.world_size == 1
             errors = gathered(state["error"], self.comm_state.group) if all_here else None
-            checkpoint[CHECKPOINT_KEY] = {"shared": state["shared"], "errors": errors}
+            checkpoint[CHECKPOINT_KEY] = {"shared": state["shared"], "errors": errors, "arguments": self._arguments}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -199,6 +218,12 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
                 f"compression starts at step {max(self.comm_state.iter, self.comm_state.start_powerSGD_iter)}."
             )
             return
+        others = {name: value for name, value in saved["arguments"].items() if self._arguments[name] != value}
+        if others:
+            rank_zero_info(
+                "PowerSGD continues with other arguments than those it was saved with: "
+                + "; ".join(f"{name}={self._arguments[name]!r}, was {value!r}" for name, value in others.items())
+            )
         shared, errors = saved["shared"], saved["errors"]
         if errors is None:
             rank_zero_info(

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
+NAMES = ["powersgd", "batched_powersgd", "acp_sgd", "ddp_noop"]
+
 
 class Net(pl.LightningModule):
     """An MLP on data that differ from rank to rank; AdamW; remembers the ranks of its last gradients' matrices."""
@@ -74,3 +77,32 @@ def trainer(strategy: Any, folder: Path, **arguments: Any) -> pl.Trainer:
 
 def parameters(module: nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten().cpu() for p in module.parameters()])
+
+
+def first_half(folder: Path, strategy: Any) -> dict[str, Tensor]:
+    net = Net()
+    fit = trainer(strategy, folder)
+    fit.fit(net)
+    fit.save_checkpoint(folder / "half.ckpt")
+    fit.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    state = getattr(fit.strategy, "powersgd_state", None)
+    names = {p: name for name, p in net.named_parameters()}
+    return {names[p]: error for p, error in state.error_dict.items()} if state is not None else {}
+
+
+def second_half(folder: Path, strategy: Any, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    net = Net()
+    errors: dict[str, Tensor] = {}
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            state = getattr(trainer.strategy, "powersgd_state", None)
+            if state is not None:
+                names = {p: name for name, p in module.named_parameters()}
+                errors.update({names[p]: error.clone() for p, error in state.error_dict.items()})
+                errors["iter"] = torch.tensor(state.iter)
+
+    fit = trainer(strategy, folder, max_epochs=2, callbacks=[Watch()], **arguments)
+    fit.fit(net, ckpt_path=folder / "half.ckpt")
+    assert fit.global_step == 12
+    return parameters(net), errors

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_distkit.core.compression.acp_sgd import acp_sgd_hook
 from lightning_distkit.core.compression.allreduce import allreduce_hook
 from lightning_distkit.core.compression.batched_powersgd import batched_powerSGD_hook
 from lightning_distkit.core.compression.cast import (
@@ -20,16 +21,18 @@ from lightning_distkit.core.compression.cast import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from lightning_distkit.core.compression.error_memory import gathered, redistributed
 from lightning_distkit.core.compression.hook import CommState, Hook, attach, comm_hook, ledger_of
 from lightning_distkit.core.compression.noop import noop_hook
 from lightning_distkit.core.compression.powersgd import powerSGD_hook
-from lightning_distkit.core.compression.powersgd_state import PowerSGDState, gathered, redistributed
+from lightning_distkit.core.compression.powersgd_state import PowerSGDState
 
 __all__ = [
     "HOOKS",
     "CommState",
     "HookEntry",
     "PowerSGDState",
+    "acp_sgd_hook",
     "allreduce_hook",
     "attach",
     "batched_powerSGD_hook",
@@ -65,4 +68,5 @@ HOOKS = {
     "bf16": HookEntry(bf16_compress_hook, CommState),
     "powersgd": HookEntry(powerSGD_hook, PowerSGDState),
     "batched_powersgd": HookEntry(batched_powerSGD_hook, PowerSGDState),
+    "acp_sgd": HookEntry(acp_sgd_hook, PowerSGDState),
 }

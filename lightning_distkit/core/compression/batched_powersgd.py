@@ -13,8 +13,9 @@ from torch.distributed import GradBucket
 
 from lightning_distkit.core.collectives import Steps
 from lightning_distkit.core.compression.hook import comm_hook
+from lightning_distkit.core.compression.low_rank import LowRank, factor_dtype
 from lightning_distkit.core.compression.powersgd import low_rank_mean_, warm_up
-from lightning_distkit.core.compression.powersgd_state import LowRank, PowerSGDState, factor_dtype
+from lightning_distkit.core.compression.powersgd_state import PowerSGDState
 
 
 @partial(comm_hook, state_class=PowerSGDState)
@@ -29,19 +30,18 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
 
 def _as_square(state: PowerSGDState, bucket: GradBucket) -> Steps:
     buffer = bucket.buffer()
-    if buffer.is_complex():
-        return (yield from warm_up(state, bucket))
     length = buffer.numel()
     side = isqrt(length - 1) + 1 if length else 0
-    r = min(side, state.matrix_approximation_rank)
+    r = min(side, state.rank_of_bucket())
+    if r == 0 or buffer.is_complex():
+        return (yield from warm_up(state, bucket))
     state.count(bucket, before=length, after=2 * side * r)
     square = buffer.new_zeros(side * side)
     square[:length] = buffer
-    square = square.view(side, side)
-    if length:
-        parameters = bucket.parameters()
-        item = LowRank(parameters[0], square, r, state.error_of_bucket(parameters, side, factor_dtype(buffer.dtype)))
-        yield from low_rank_mean_(state, [item], [])
-        buffer.copy_(square.flatten()[:length])
+    parameters, dtype = bucket.parameters(), factor_dtype(buffer.dtype)
+    error = state.errors.of_bucket(parameters, side, dtype) if state.use_error_feedback else None
+    item = LowRank(parameters[0], state.position_of(parameters[0]), square.view(side, side), r, error)
+    yield from low_rank_mean_(state, [item], [])
+    buffer.copy_(square[:length])
     state.maybe_increase_iter(bucket)
     return buffer

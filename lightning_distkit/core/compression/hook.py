@@ -186,7 +186,8 @@ def attach(model: DistributedDataParallel, state: object, hook: Hook) -> None:
 def check_hook(hook: object) -> str:
     """The hook's name; a TypeError if it cannot be called as ``hook(state, bucket)``."""
     if not callable(hook):
-        raise TypeError(f"a hook must be callable as hook(state, bucket), got {hook!r}")
+        swapped = "; the state comes before the hook" if isinstance(hook, CommState) else ""
+        raise TypeError(f"a hook must be callable as hook(state, bucket), got {hook!r}{swapped}")
     name = str(getattr(hook, "__qualname__", type(hook).__qualname__))
     try:
         inspect.signature(hook).bind(None, None)

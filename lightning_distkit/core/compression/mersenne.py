@@ -9,7 +9,9 @@ from random import Random
 
 
 class SeedSequence:
-    """Integers below ``10**9``, the same for the same seed on every rank; its whole state is how many were drawn."""
+    """Integers below `END`, the same for the same seed on every rank; its whole state is how many were drawn."""
+
+    END = 10**9
 
     def __init__(self, seed: int, n_drawn: int = 0) -> None:
         self.seed = seed
@@ -27,5 +29,5 @@ class SeedSequence:
         self.n_drawn += 1
         while True:
             value = self._random.getrandbits(32) & 0x3FFFFFFF
-            if value < 10**9:
+            if value < self.END:
                 return value

@@ -62,10 +62,20 @@ class Remainder:
 
 
 def multiply_(
-    outs: Sequence[Tensor], lefts: Sequence[Tensor], remainders: Sequence[Remainder], *, transposed: bool = False
+    outs: Sequence[Tensor],
+    lefts: Sequence[Tensor],
+    remainders: Sequence[Remainder],
+    *,
+    transposed: bool = False,
+    add: bool = False,
 ) -> None:
-    """``out = left @ error`` for each, or ``out += left @ errorᵀ``, all of one shape; the errors are only read."""
-    products_(outs, lefts, [each.whole.mT if transposed else each.whole for each in remainders], add=transposed)
+    """``out = left @ error`` for each, all of one shape; the errors are only read.
+
+    Args:
+        transposed: the error's transpose in place of the error.
+        add: ``out +=`` in place of ``out =``.
+    """
+    products_(outs, lefts, [each.whole.mT if transposed else each.whole for each in remainders], add=add)
     for out, left, each in zip(outs, lefts, remainders, strict=True):
         if each.p is not None and each.q is not None:
             first, second = (each.q, each.p) if transposed else (each.p, each.q)

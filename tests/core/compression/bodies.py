@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distkit.core.compression import HOOKS, PowerSGDState, attach, powerSGD_hook
+
+MANY_BUCKETS = {"bucket_cap_mb": 0.001}
+LOW_RANK = ["powersgd", "batched_powersgd", "acp_sgd"]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
 
 
 def mlp(*widths: int, bias: bool = True, seed: int = 0) -> nn.Sequential:
@@ -46,6 +54,16 @@ def train(
         optimizer.step()
 
 
+@contextmanager
+def own_gradients(model: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
+    """What each parameter's gradient is on this rank before it is sent, filled during backward."""
+    gradients: dict[Tensor, Tensor] = {}
+    handles = [p.register_hook(lambda g, p=p: gradients.__setitem__(p, g.clone())) for p in model.parameters()]
+    yield gradients
+    for handle in handles:
+        handle.remove()
+
+
 def powersgd(
     model: nn.Module, hook: Any = powerSGD_hook, ddp: Any = None, **arguments: Any
 ) -> tuple[Any, PowerSGDState]:
@@ -58,7 +76,7 @@ def powersgd(
 
 def by_name(name: str, model: nn.Module, **ddp: Any) -> Any:
     """The model under DDP with the hook of that name, compressing from step 2 on."""
-    arguments = {"start_powerSGD_iter": 2, "min_compression_rate": 1} if "powersgd" in name else {}
+    arguments = {"start_powerSGD_iter": 2, "min_compression_rate": 1} if name in LOW_RANK else {}
     wrapped = DistributedDataParallel(model, **ddp)
     attach(wrapped, *HOOKS[name](wrapped.process_group, **arguments))
     return wrapped

@@ -24,11 +24,10 @@ from lightning_distkit.core.compression import (
     noop_hook,
     powerSGD_hook,
 )
-from tests.core.compression.bodies import by_name, flat, mlp, powersgd, train
+from tests.core.compression.bodies import MANY_BUCKETS, by_name, flat, mlp, powersgd, train
 from tests.ranks import run_ranks
 
 SUMMING = [name for name in HOOKS if name != "noop"]
-MANY_BUCKETS = {"bucket_cap_mb": 0.001}
 
 
 def gradient(name: str, n_steps: int, ddp: dict[str, Any]) -> Tensor:

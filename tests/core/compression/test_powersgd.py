@@ -1,12 +1,7 @@
-"""PowerSGD against a slow reference, against torch's, and against all that a training can bring."""
+"""PowerSGD and its kin against torch's, and against all that a training can bring."""
 
 from __future__ import annotations
 
-import io
-import logging
-import pickle
-import random
-import time
 from typing import Any
 
 import pytest
@@ -17,103 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_distkit.core.compression import (
+    HOOKS,
     PowerSGDState,
     attach,
-    batched_powerSGD_hook,
     bf16_compress_wrapper,
     fp16_compress_wrapper,
-    gathered,
     powerSGD_hook,
-    redistributed,
 )
-from tests.core.compression.bodies import by_name, flat, mlp, powersgd, train
-from tests.core.compression.reference import Reference
+from tests.core.compression.bodies import LOW_RANK, MANY_BUCKETS, by_name, distance, flat, mlp, powersgd, train
 from tests.ranks import run_ranks
-
-MANY_BUCKETS = {"bucket_cap_mb": 0.001}
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm())
-
-
-# Against the reference
-
-
-def dawdling(state: PowerSGDState, bucket: dist.GradBucket) -> Any:
-    time.sleep(random.random() * 0.003)  # other delays on each rank
-    return powerSGD_hook(state, bucket)
-
-
-class Forty(nn.Module):
-    """Forty matrices of three shapes, each a bucket of its own.
-
-    Their inputs are of falling size, and so are their gradients' singular values. Where these lie close together the
-    algorithm itself is chaotic: error feedback takes now one direction first and now another, and two runs of the
-    reference that differ by 1e-7 in their gradients are 1e-1 apart after 50 steps.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(24, (24, 40, 56)[i % 3], bias=False) for i in range(40))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x * torch.logspace(0, -6, 24)
-        return torch.stack([(layer(x).tanh() - 0.5).square().mean() for layer in self.layers]).sum()
-
-
-def forty_buckets(n_steps: int, arguments: dict[str, Any]) -> tuple[Tensor, float, int]:
-    """DDP with our hook beside a bare model whose gradients the reference averages."""
-    random.seed(dist.get_rank())
-    model, _ = powersgd(Forty(), dawdling, MANY_BUCKETS, **arguments)
-    bare = Forty()
-    reference = Reference(
-        arguments["matrix_approximation_rank"],
-        error_feedback=arguments["use_error_feedback"],
-        warm_start=arguments["warm_start"],
-    )
-    data = torch.Generator().manual_seed(dist.get_rank())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, bare)]
-    for step in range(n_steps):
-        x = torch.randn(8, 24, generator=data)
-        for each, optimizer in zip((model, bare), optimizers, strict=True):
-            optimizer.zero_grad()
-            each(x).backward()
-        gradients = {}
-        for name, parameter in reversed(list(bare.named_parameters())):
-            gradients[name] = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
-            dist.all_gather(gradients[name], parameter.grad)
-        if step < 2:
-            means = {name: sum(each) / len(each) for name, each in gradients.items()}
-        else:
-            means = reference.means(gradients)
-        for name, parameter in bare.named_parameters():
-            parameter.grad = means[name]
-        for optimizer in optimizers:
-            optimizer.step()
-    n_buckets = len(model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(","))
-    moved = flat(bare) - flat(Forty())
-    return flat(model), float((flat(model) - flat(bare)).norm() / moved.norm()), n_buckets
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_forty_buckets_at_any_timing_equal_the_reference_and_each_other(world_size: int) -> None:
-    arguments = {"matrix_approximation_rank": 4, "use_error_feedback": True, "warm_start": True}
-    results = run_ranks(world_size, forty_buckets, 50, arguments, timeout=120)
-    for parameters, off, n_buckets in results:
-        assert n_buckets == 40
-        assert torch.equal(parameters, results[0][0])
-        assert off < 1e-5
-
-
-@pytest.mark.parametrize("r", [1, 3])
-@pytest.mark.parametrize(("error_feedback", "warm_start"), [(True, False), (False, True), (False, False)])
-def test_every_setting_equals_the_reference(r: int, error_feedback: bool, warm_start: bool) -> None:
-    arguments = {"matrix_approximation_rank": r, "use_error_feedback": error_feedback, "warm_start": warm_start}
-    for _, off, _ in run_ranks(2, forty_buckets, 6, arguments):
-        assert off < 1e-5
-
 
 # Against torch
 
@@ -153,24 +60,38 @@ def test_one_bucket_equals_torchs_hook(r: int, error_feedback: bool, warm_start:
 # Counting
 
 
-def counted() -> tuple[list[int], list[int]]:
-    model, state = powersgd(mlp(100, 200, 200, 50), ddp=MANY_BUCKETS, matrix_approximation_rank=2)
+def counted(hook: str, wire_dtype: str | None) -> tuple[list[int], list[int]]:
+    net = mlp(100, 200, 200, 50)
+    arguments = {"matrix_approximation_rank": 2, "wire_dtype": wire_dtype}
+    model, state = powersgd(net, HOOKS[hook].hook, MANY_BUCKETS, **arguments)
     sent = []
     train(model, 4, 100, before_step=lambda step: sent.append(state.ledger.last_step))
     return [counts.nbytes for counts in sent], [counts.n_messages for counts in sent]
 
 
-def test_bytes_and_messages_are_those_of_the_formula() -> None:
-    matrices = [(200, 100), (200, 200), (50, 200)]
-    vectors = 200 + 200 + 50
-    whole = sum(n * m for n, m in matrices) + vectors
-    factors = sum(2 * (n + m) for n, m in matrices) + vectors
-    for nbytes, n_messages in run_ranks(2, counted):
-        assert nbytes[2:] == [4 * factors] * 2  # 2 (W - 1) / W is 1 for two ranks
-        assert abs(nbytes[0] - 4 * whole) == 0
+MATRICES = [(200, 100), (200, 200), (50, 200)]
+VECTORS = 200 + 200 + 50
+
+
+@pytest.mark.parametrize(("wire_dtype", "nbytes_of_a_number"), [(None, 4), ("bf16", 2)])
+def test_bytes_and_messages_are_those_of_the_formula(wire_dtype: str | None, nbytes_of_a_number: int) -> None:
+    whole = sum(n * m for n, m in MATRICES) + VECTORS
+    factors = nbytes_of_a_number * sum(2 * (n + m) for n, m in MATRICES) + 4 * VECTORS
+    for nbytes, n_messages in run_ranks(2, counted, "powersgd", wire_dtype):
+        assert nbytes[0] == 4 * whole  # 2 (W - 1) / W is 1 for two ranks
+        assert nbytes[2:] == [factors] * 2
         buckets = n_messages[1]
-        assert n_messages[2:] == [buckets + 1] * 2  # the second factors of all buckets share one
         assert buckets > 2
+        # The second factors of all buckets share one. Whole vectors keep their dtype and so need another message.
+        assert n_messages[2] >= buckets + 1
+        assert n_messages[2] == buckets + 1 or wire_dtype
+
+
+def test_acp_sgd_sends_one_factor_a_step_in_one_message_a_bucket() -> None:
+    p, q = (4 * (sum(2 * side for side in sides) + VECTORS) for sides in zip(*MATRICES, strict=True))
+    for nbytes, n_messages in run_ranks(2, counted, "acp_sgd", None):
+        assert nbytes[2:] == [p, q]
+        assert n_messages[2:] == n_messages[1:2] * 2
 
 
 def overlap() -> bool:
@@ -236,6 +157,7 @@ def zoo(name_or_arguments: Any, ddp: dict[str, Any]) -> tuple[Tensor, float]:
     "arguments",
     [
         "batched_powersgd",
+        "acp_sgd",
         {"matrix_approximation_rank": 1},
         {"matrix_approximation_rank": 100, "min_compression_rate": 0.1},
         {"matrix_approximation_rank": 2, "batch_tensors_with_same_shape": True},
@@ -282,7 +204,7 @@ def zeros_in_between(hook: str, r: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("r", [1, 2, 4])
-@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
+@pytest.mark.parametrize("hook", LOW_RANK)
 def test_gradients_of_zeros_give_zeros_and_do_not_deaden(hook: str, r: int) -> None:
     for zeros, later in run_ranks(2, zeros_in_between, hook, r):
         assert torch.equal(zeros, torch.zeros_like(zeros))
@@ -321,7 +243,7 @@ def poisoned(bad: float, where: str, hook: str) -> tuple[bool, float, bool]:
     return errors_finite, distance(bad_run, good_run), skipped == [False] * 4 + [True] + [False] * 3
 
 
-@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
+@pytest.mark.parametrize("hook", LOW_RANK)
 @pytest.mark.parametrize("where", ["matrix", "vector"])
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_bad_gradient_on_one_rank_is_known_to_all_and_leaves_no_trace(bad: float, where: str, hook: str) -> None:
@@ -371,7 +293,7 @@ def in_dtype(dtype: torch.dtype, hook: str) -> tuple[Tensor, Tensor, set[torch.d
     return results[0], results[1], errors
 
 
-@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
+@pytest.mark.parametrize("hook", LOW_RANK)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_halves_are_factorised_in_single_precision(dtype: torch.dtype, hook: str) -> None:
     for ours, single, errors in run_ranks(2, in_dtype, dtype, hook):
@@ -445,7 +367,7 @@ class Mixed(nn.Module):
 
 
 def mixed(wrapper: str, hook: str) -> bool:
-    function = {"powersgd": powerSGD_hook, "batched_powersgd": batched_powerSGD_hook}[hook]
+    function = HOOKS[hook].hook
     net = Mixed()
     if wrapper:
         net.complex.requires_grad_(False)  # which have no 16 bits to be cast to
@@ -458,7 +380,7 @@ def mixed(wrapper: str, hook: str) -> bool:
     return all(gradient.isfinite().all() and gradient.abs().sum() > 0 for gradient in gradients)
 
 
-@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
+@pytest.mark.parametrize("hook", LOW_RANK)
 @pytest.mark.parametrize("wrapper", ["", "fp16", "bf16"])
 def test_mixed_dtypes_in_one_model(wrapper: str, hook: str) -> None:
     assert run_ranks(2, mixed, wrapper, hook) == [True, True]
@@ -543,192 +465,3 @@ def interrupted() -> tuple[Tensor, Tensor]:
 def test_a_backward_that_raised_leaves_nothing_behind() -> None:
     for a, b in run_ranks(2, interrupted):
         assert torch.equal(a, b)
-
-
-# Saving and loading
-
-
-def resumed(hook: str, warm_start: bool, how: str, ddp_after: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Six steps, against three, a save, a load into a new model and three more."""
-    arguments = {"matrix_approximation_rank": 2, "warm_start": warm_start}
-    function = {"powersgd": powerSGD_hook, "batched_powersgd": batched_powerSGD_hook}[hook]
-    whole, _ = powersgd(mlp(20, 30, 30, 10), function, **arguments)
-    train(whole, 4, 20)
-    train(whole, 4, 20, seed=500)
-
-    net = mlp(20, 30, 30, 10)
-    model, state = powersgd(net, function, **arguments)
-    train(model, 4, 20)
-    if how == "pickle":
-        loaded = pickle.loads(pickle.dumps(state))
-        assert loaded.state_dict() is not None  # saved again before a step: nothing is lost
-        loaded = pickle.loads(pickle.dumps(loaded))
-    else:
-        names = {parameter: name for name, parameter in net.named_parameters()} if how == "names" else None
-        file = io.BytesIO()
-        torch.save(state.state_dict(names), file)
-        file.seek(0)
-        loaded = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1, **arguments)
-        loaded.load_state_dict(torch.load(file, weights_only=True), names)
-    again = DistributedDataParallel(net, **ddp_after)
-    attach(again, loaded, function)
-    train(again, 4, 20, seed=500)
-    assert loaded.iter == 8
-    return flat(again), flat(whole)
-
-
-@pytest.mark.parametrize("how", ["pickle", "numbers", "names"])
-@pytest.mark.parametrize("warm_start", [True, False])
-@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(hook: str, warm_start: bool, how: str) -> None:
-    for again, whole in run_ranks(2, resumed, hook, warm_start, how, {}):
-        assert torch.equal(again, whole) or hook == "batched_powersgd"
-        assert distance(again, whole) < 1e-1
-
-
-@pytest.mark.parametrize("warm_start", [True, False])
-def test_other_buckets_after_a_resume_change_nothing(warm_start: bool) -> None:
-    for again, whole in run_ranks(2, resumed, "powersgd", warm_start, "names", MANY_BUCKETS):
-        assert distance(again, whole) < 1e-6
-
-
-def with_another_world_size(hook: str) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    net = mlp(20, 30, 30, 10)
-    model = by_name(hook, net)
-    state = model._comm_hooks[0][1]
-    train(model, 5, 20)
-    saved = state.state_dict()
-    errors = gathered(saved["error"], state.group)
-    order = {parameter: i for i, parameter in enumerate(net.parameters())}
-    now = {order[parameter]: error for parameter, error in state.error_dict.items()}
-    return redistributed(saved["shared"], errors, 3)["error"] if errors is not None else {}, now
-
-
-@pytest.mark.parametrize("hook", ["powersgd", "batched_powersgd"])
-def test_another_world_size_keeps_the_sum_of_the_errors(hook: str) -> None:
-    (shares, first), (_, second) = run_ranks(2, with_another_world_size, hook)
-    assert shares.keys() == first.keys()
-    assert len(shares) == (3 if hook == "powersgd" else 6)
-    for key, share in shares.items():
-        torch.testing.assert_close(3 * share, first[key] + second[key])
-
-
-def loads(kind: str) -> str:
-    net = mlp(20, 30, 30, 10)
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    model, state = powersgd(net)
-    train(model, 4, 20)
-    fresh = PowerSGDState(None, start_powerSGD_iter=2)
-    try:
-        if kind == "without names":
-            fresh.load_state_dict(state.state_dict(names))
-        elif kind == "with names":
-            fresh.load_state_dict(state.state_dict(), names)
-        elif kind == "nothing":
-            fresh.load_state_dict({})
-        elif kind == "incomplete names":
-            state.state_dict({p: n for p, n in names.items() if n != "0.weight"})
-        elif kind == "fewer layers":
-            fresh.load_state_dict(state.state_dict())
-            other = DistributedDataParallel(mlp(20, 30, 30, 30, 10))
-            attach(other, fresh, powerSGD_hook)
-            other(torch.ones(1, 20)).sum().backward()
-        elif kind == "another model":
-            fresh.load_state_dict(state.state_dict(names), {p: n for n, p in mlp(20, 31, 30, 10).named_parameters()})
-        else:
-            fresh.load_state_dict(state.state_dict(names), {p: "x" + n for p, n in names.items()})
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.parametrize(
-    ("kind", "says"),
-    [
-        ("without names", "was saved with the parameters' names and must be loaded with them"),
-        ("with names", "was saved without the parameters' names and must be loaded without them"),
-        ("fewer layers", "of a model with 6 trainable parameters, this one has 8"),
-        ("incomplete names", "parameters of shape (30, 20) are compressed, but have no name"),
-        ("nothing", "this is not what state_dict() returned"),
-        ("another model", "load the checkpoint of this model"),
-        ("other names", "the loaded compression state has the parameter"),
-    ],
-)
-def test_a_state_of_something_else_is_refused(kind: str, says: str) -> None:
-    for said in run_ranks(2, loads, kind):
-        assert says in said
-
-
-# Arguments and logging
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"matrix_approximation_rank": 0}, "matrix_approximation_rank must be a whole number of at least 1, got 0"),
-        ({"matrix_approximation_rank": 1.5}, "matrix_approximation_rank must be a whole number of at least 1, got 1.5"),
-        ({"start_powerSGD_iter": 1}, "start_powerSGD_iter must be at least 2 with use_error_feedback or warm_start"),
-        ({"start_powerSGD_iter": -1, "use_error_feedback": False, "warm_start": False}, "at least 0, got -1"),
-        ({"compression_stats_logging_frequency": -1}, "compression_stats_logging_frequency must be a whole number"),
-        ({"min_compression_rate": 0}, "min_compression_rate must be a number above 0, got 0"),
-        ({"orthogonalization_epsilon": -1e-8}, "orthogonalization_epsilon must be a number of at least 0, got -1e-08"),
-        ({"min_compression_rate": "2"}, "min_compression_rate must be a number above 0, got '2'"),
-        ({"orthogonalization_epsilon": None}, "orthogonalization_epsilon must be a number of at least 0, got None"),
-        ({"use_error_feedback": "no"}, "use_error_feedback must be True or False, got 'no'"),
-        ({"warm_start": 1}, "warm_start must be True or False, got 1"),
-        ({"batch_tensors_with_same_shape": "x"}, "batch_tensors_with_same_shape must be True or False, got 'x'"),
-        ({"random_seed": -1}, "random_seed must be a whole number of at least 0, got -1"),
-    ],
-)
-def test_a_wrong_argument_is_refused_at_once(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match="got") as raised:
-        PowerSGDState(None, **arguments)
-    assert says in str(raised.value)
-
-
-def test_a_group_that_is_none_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match="process_group must be a process group, or None for all, got 'gloo'"):
-        PowerSGDState("gloo")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("scale", [0, -1, float("inf"), None])
-def test_a_wrong_gradient_scale_is_refused(scale: Any) -> None:
-    with pytest.raises(ValueError, match="gradient_scale must be a finite number above 0"):
-        PowerSGDState(None).gradient_scale = scale
-
-
-def test_arguments_and_defaults_are_torchs() -> None:
-    import inspect
-
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torchs
-
-    ours, theirs = (inspect.signature(cls.__init__).parameters for cls in (PowerSGDState, torchs.PowerSGDState))
-    assert list(ours) == list(theirs)
-    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
-
-
-def test_compression_from_the_first_step_without_memory() -> None:
-    state = PowerSGDState(None, start_powerSGD_iter=0, use_error_feedback=False, warm_start=False)
-    assert state.is_compressing
-
-
-def log_lines() -> list[str]:
-    lines: list[str] = []
-    logger = logging.getLogger("lightning_distkit")
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    model, _ = powersgd(mlp(20, 30, 10), ddp=MANY_BUCKETS, compression_stats_logging_frequency=3)
-    train(model, 9, 20)
-    return lines
-
-
-def test_the_log_lines_are_torchs() -> None:
-    lines = run_ranks(2, log_lines)[0]
-    assert lines[0].startswith("PowerSGD config: matrix_approximation_rank = 1; start_powerSGD_iter = 2; ")
-    assert lines.count("Start to apply PowerSGD after 2 iterations.") == 1
-    assert "A zero tensor of length 600 that represents local error is created." in lines
-    stats = [line for line in lines if line.startswith("Compression stats")]
-    assert [line.split(",")[0] for line in stats] == [f"Compression stats: iter {i}" for i in (2, 5, 8)]
-    assert "total before compression 940, total after compression 130, rate 7.2" in stats[0]

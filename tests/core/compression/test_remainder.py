@@ -15,7 +15,7 @@ def test_factors_count_in_all_that_is_done_with_the_error() -> None:
 
     left, before = torch.randn(2, 7), torch.randn(2, 5)
     out = before.clone()
-    multiply_([out], [left], [remainder], transposed=True)
+    multiply_([out], [left], [remainder], transposed=True, add=True)
     torch.testing.assert_close(out, before + left @ error.mT)
 
     left, out = torch.randn(3, 5), torch.full((3, 7), torch.nan)
