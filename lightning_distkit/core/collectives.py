@@ -8,7 +8,7 @@ its end, or keep several under way with `Rounds`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from time import perf_counter
@@ -157,6 +157,24 @@ class _Task:
                 raise TypeError(f"an algorithm must return its result, a tensor, got {self.result!r}") from None
 
 
+class Envelope:
+    """Messages of one dtype and device that travel as one collective."""
+
+    def __init__(self, group: Group, messages: Sequence[Tensor]) -> None:
+        self._messages = messages
+        alone = len(messages) == 1 and messages[0].is_contiguous()
+        self.packed = messages[0] if alone else torch.cat([message.flatten() for message in messages])
+        self._pending = group.all_reduce(self.packed)
+
+    def receive(self) -> None:
+        """Wait; from then on each message holds its sum."""
+        self._pending.wait()
+        if self.packed is not self._messages[0]:
+            parts = self.packed.split([message.numel() for message in self._messages])
+            for message, part in zip(self._messages, parts, strict=True):
+                message.copy_(part.view_as(message))
+
+
 class Rounds:
     """Several algorithms under way at once on one group, in lockstep.
 
@@ -173,31 +191,31 @@ class Rounds:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._tasks: list[_Task] = []
-        self._waits: list[Callable[[], None]] = []  # one for each collective, in the order of issue
+        self._sent: list[Envelope] = []  # one for each collective, in the order of issue
 
     def start(self, steps: Steps) -> None:
         """Run ``steps`` up to its first message and send that; do not wait."""
         task = _Task(steps)
         self._advance([task], None)
         self._tasks.append(task)
-        self._waits += self._send([task])
+        self._sent += self._send([task])
 
     def finish(self) -> list[Tensor]:
         """Bring all that was started to its end; the results in the order of the starts."""
-        tasks, waits = self._tasks, self._waits
+        tasks, sent = self._tasks, self._sent
         self.abandon()
         waiting = [task for task in tasks if task.result is None]
         while waiting:
-            for wait in waits:
-                wait()
-            self._advance(waiting, Round([message for task in waiting for message in task.messages]))
+            for envelope in sent:
+                envelope.receive()
+            self._advance(waiting, Round([envelope.packed for envelope in sent]))
             waiting = [task for task in waiting if task.result is None]
-            waits = self._send(waiting)
+            sent = self._send(waiting)
         return [task.result for task in tasks if task.result is not None]
 
     def abandon(self) -> None:
         """Forget all that is under way."""
-        self._tasks, self._waits = [], []
+        self._tasks, self._sent = [], []
 
     def _advance(self, tasks: Sequence[_Task], last: Round | None) -> None:
         begin = perf_counter()
@@ -205,23 +223,10 @@ class Rounds:
             task.advance(last)
         self.group.ledger.add(computed_s=perf_counter() - begin)
 
-    def _send(self, tasks: Sequence[_Task]) -> list[Callable[[], None]]:
+    def _send(self, tasks: Sequence[_Task]) -> list[Envelope]:
         """Send the messages of ``tasks``: one collective for each dtype and device that is among them."""
         alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for task in tasks:
             for message in task.messages:
                 alike.setdefault((message.dtype, message.device), []).append(message)
-        return [self._send_together(messages) for messages in alike.values()]
-
-    def _send_together(self, messages: Sequence[Tensor]) -> Callable[[], None]:
-        if len(messages) == 1 and messages[0].is_contiguous():
-            return self.group.all_reduce(messages[0]).wait
-        packed = torch.cat([message.flatten() for message in messages])
-        pending = self.group.all_reduce(packed)
-
-        def wait_and_unpack() -> None:
-            pending.wait()
-            for message, part in zip(messages, packed.split([m.numel() for m in messages]), strict=True):
-                message.copy_(part.view_as(message))
-
-        return wait_and_unpack
+        return [Envelope(self.group, messages) for messages in alike.values()]

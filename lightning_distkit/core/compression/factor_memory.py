@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_distkit.core.compression.low_rank import LowRank, Side, factor_dtype
 from lightning_distkit.core.compression.mersenne import SeedSequence
-from lightning_distkit.core.compression.orthogonalize import orthogonalize_
+from lightning_distkit.core.compression.orthogonalize import orthonormalized
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class FactorMemory:
             self._draw(draw)
             if not self.warm_start:
                 self.draws.append(draw)
-        # Copies: made orthonormal twice, after a step that was skipped, they would not be the same to the last bit.
-        factors = {item: known[item.parameter].clone() for item in items}
-        orthogonalize_(list(factors.values()), self.epsilon)
-        return factors
+        # What is remembered stays as it is: made orthonormal twice, after a step that was skipped, it would not be the
+        # same to the last bit.
+        factors = orthonormalized([known[item.parameter] for item in items], self.epsilon)
+        return dict(zip(items, factors, strict=True))
 
     def remember(self, side: Side, factors: Mapping[LowRank, Tensor]) -> None:
         """Keep these for the next step, if it is to start from them; but where a factor is all zeros, what was known.

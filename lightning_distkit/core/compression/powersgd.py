@@ -28,7 +28,7 @@ from lightning_distkit.core.compression.low_rank import (
     take_gradients_from_errors_,
     write_products_,
 )
-from lightning_distkit.core.compression.orthogonalize import orthogonalize_
+from lightning_distkit.core.compression.orthogonalize import orthonormalized
 from lightning_distkit.core.compression.powersgd_state import PowerSGDState
 
 
@@ -89,7 +89,7 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
         fill_with_nan_(items)
         return
 
-    orthogonalize_(list(ps.values()), state.orthogonalization_epsilon)
+    ps = dict(zip(items, orthonormalized(list(ps.values()), state.orthogonalization_epsilon), strict=True))
     all_qs, qs = new_factors(items, "q", dtype)
     for batch in batches:  # Q = (G + E)ᵀ P
         add_gradients_to_errors_(batch)
