@@ -1,4 +1,4 @@
-"""What a step with PowerSGD costs and saves: our hook beside torch's, plain DDP and no reduction at all.
+"""What a step with PowerSGD or ACP-SGD costs and saves, beside torch's hook, plain DDP and no reduction at all.
 
     python -m benchmarks.powersgd_step --quick
     python -m benchmarks.powersgd_step --model mlp --network all
@@ -41,6 +41,7 @@ NETWORKS: dict[str, Callable[[], AbstractContextManager[tuple[Host, ...]]]] = {
     "1gbit": lambda: two_hosts("1gbit"),
     "200mbit": lambda: two_hosts("200mbit"),
 }
+OURS = ("powersgd", "acp_sgd")
 WARM_UP = 3  # steps: in the second DDP rebuilds its buckets
 START = 2  # the first step that PowerSGD may compress
 ONE_BUCKET_MB = 1 << 20
@@ -170,7 +171,15 @@ def figures(arms: list[Arm], turns: dict[Arm, list[Sample]], has_counter: bool) 
             of_arm.append(
                 ("speed_up_over_ddp", "times", _summary(_ratios(each(Arm("ddp"), "wall_ms"), each(arm, "wall_ms"))))
             )
-        if arm.hook == "powersgd":
+        if arm.hook == "acp_sgd":
+            of_arm.append(
+                (
+                    "speed_up_over_powersgd",
+                    "times",
+                    _summary(_ratios(each(Arm("powersgd", arm.r), "wall_ms"), each(arm, "wall_ms"))),
+                )
+            )
+        if arm.hook in OURS:
             for figure, what in ("overhead_processor_time", "cpu_ms"), ("overhead_clock", "wall_ms"):
                 ours, torchs = over_noop(arm, what), over_noop(Arm("torch", arm.r), what)
                 # Of the medians: a single round's difference may be near zero on a noisy machine.
@@ -199,9 +208,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
     parser.add_argument("--network", choices=[*NETWORKS, "all"], default="all")
     parser.add_argument("--ranks", type=int, default=2, help="processes, spread over the hosts")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each hook; half of them on a slow wire")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each hook")
     parser.add_argument("--steps", type=int, default=2, help="steps a turn")
-    parser.add_argument("--quick", action="store_true", help="the mlp alone, r = 1 and 4: 3 minutes, not 12")
+    parser.add_argument("--quick", action="store_true", help="the mlp alone, r = 1 and 4: 4 minutes, not 20")
     chosen = parser.parse_args()
     if chosen.ranks < 2 or chosen.ranks % 2:
         parser.error(f"--ranks must be even, to be spread over two hosts, got {chosen.ranks}")
@@ -217,17 +226,15 @@ def main() -> None:
     rs: tuple[int, ...] = MATRIX_APPROXIMATION_RANKS
     if chosen.quick:
         models, rs = models[:1], (1, 4)
-    arms = [Arm("ddp"), Arm("noop"), Arm("bf16"), *(Arm(hook, r) for r in rs for hook in ("torch", "powersgd"))]
+    arms = [Arm("ddp"), Arm("noop"), Arm("bf16"), *(Arm(hook, r) for r in rs for hook in ("torch", *OURS))]
     lines = []
     for network in NETWORKS if chosen.network == "all" else [chosen.network]:
         if network != "loopback" and (reason := why_not()):
             print(f"{network} left out: {reason}", file=sys.stderr)
             continue
         for model in models:
-            # On a slow wire DDP takes long, and what is measured there is large.
-            rounds = chosen.rounds if network == "loopback" else -(-chosen.rounds // 2)
             with NETWORKS[network]() as hosts:
-                ranks = run_on(hosts, chosen.ranks, compare, model, arms, rounds, chosen.steps, timeout=900)
+                ranks = run_on(hosts, chosen.ranks, compare, model, arms, chosen.rounds, chosen.steps, timeout=900)
             turns = {
                 arm: [merge(turn, chosen.ranks // len(hosts)) for turn in zip(*of_arm, strict=True)]
                 for arm, *of_arm in zip(arms, *ranks, strict=True)
