@@ -37,8 +37,8 @@ def targets(lines: list[Line]) -> str:
         if what == "speed_up_over_powersgd" and network in FASTER:
             verdicts.append((line, "at least", 1.0, value >= 1))
     return "\n".join(
-        f"{'met   ' if met else 'MISSED'} {line['model']} {line['hook']} {line['figure']} r={line['matrix_approximation_rank']} {line['network']}: "
-        f"{line['value']:.2f}, must be {bound} {wanted}"
+        f"{'met   ' if met else 'MISSED'} {line['model']} on {line['network']}, {line['hook']} r="
+        f"{line['matrix_approximation_rank']}: {line['figure']} {line['value']:.2f}, must be {bound} {wanted}"
         for line, bound, wanted, met in verdicts
     )
 

@@ -1,16 +1,22 @@
 """The ledger tells the truth: what it counts is what a network device saw cross the wire between two hosts."""
 
+import os
 import subprocess
 import time
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.hosts import Host, run_on, two_hosts, why_not, wire_bytes
-from lightning_distkit.core.compression import HOOKS, attach, ledger_of
+from lightning_distkit import CommHookDDPStrategy, PowerSGDDDPStrategy
+from lightning_distkit.callbacks import CompressionStatsLogger
+from lightning_distkit.core.compression import HOOKS, PowerSGDState, attach, ledger_of
 
 # Network namespaces need root and iproute2: without them there is no device whose counter is ours alone to read.
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
@@ -28,7 +34,7 @@ def bytes_a_step(host: Host, name: str, n_steps: int = 4) -> tuple[float, float]
     layers = [nn.Linear(M, N, bias=False) for _ in range(N_MATRICES)]
     model = DistributedDataParallel(nn.Sequential(*layers))
     arguments = {}
-    if "powersgd" in name:
+    if HOOKS[name].make_state is PowerSGDState:
         arguments = {"matrix_approximation_rank": MATRIX_APPROXIMATION_RANK, "start_powerSGD_iter": 2}
     state, hook = HOOKS[name](None, **arguments)
     attach(model, state, hook)
@@ -103,6 +109,76 @@ def test_beside_its_hook_ddp_sends_nothing(two_ranks: list[dict[str, tuple[float
         ledger, device = rank["noop"]
         assert ledger == 0
         assert device < 2000  # the barrier
+
+
+class Counting(CompressionStatsLogger):
+    """Reads the device's counter beside each log."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__(every_n_steps=4, figure=False)
+        self.host = host
+        self.crossed: list[int] = []
+
+    def _log(self, trainer: Any, pl_module: Any) -> None:
+        super()._log(trainer, pl_module)
+        dist.barrier()
+        time.sleep(0.05)  # what is still on its way, the last acknowledgements
+        self.crossed.append(wire_bytes(self.host))
+
+
+class Wide(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(M, N, bias=False) for _ in range(N_MATRICES)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def logged_and_crossed(host: Host, name: str) -> tuple[list[float], list[int]]:
+    """What a fit logs as bytes, and the device's counter, at the same steps; one rank a host."""
+    # As torchrun would say it, for the Trainer.
+    rank = str(dist.get_rank())
+    os.environ.update(RANK=rank, GROUP_RANK=rank, LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="10.77.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="wire")
+    torch.set_num_threads(1)
+    powersgd = {"matrix_approximation_rank": MATRIX_APPROXIMATION_RANK, "start_powerSGD_iter": 2}
+    strategy = (
+        PowerSGDDDPStrategy(hook=name, **powersgd)
+        if HOOKS[name].make_state is PowerSGDState
+        else CommHookDDPStrategy(name)
+    )
+    stats = Counting(host)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    loader = DataLoader(TensorDataset(torch.randn(32, M)), batch_size=2)
+    fit = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=2,
+        strategy=strategy,
+        callbacks=[stats],
+        max_epochs=1,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        **quiet,
+    )
+    fit.fit(Wide(), loader)
+    return [each["total_nbytes"] for each in stats.history], stats.crossed
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_logged_bytes_are_those_that_crossed(name: str) -> None:
+    with two_hosts(RATE) as hosts:
+        for logged, crossed in run_on(hosts, 2, logged_and_crossed, name, timeout=120):
+            assert len(logged) == 4
+            # From the second log on: before it the model was broadcast.
+            sent = logged[-1] - logged[0]
+            assert crossed[-1] - crossed[0] == pytest.approx(sent, rel=0.05, abs=10_000)  # the barriers
 
 
 def test_no_host_is_left_behind_when_a_rank_raises() -> None:

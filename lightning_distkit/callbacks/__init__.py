@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_distkit.callbacks.compression_stats import CompressionStatsLogger
 from lightning_distkit.callbacks.powersgd_warmup import PowerSGDWarmup
 
-__all__ = ["PowerSGDWarmup"]
+__all__ = ["CompressionStatsLogger", "PowerSGDWarmup"]

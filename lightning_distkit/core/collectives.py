@@ -56,13 +56,19 @@ class Group:
     def all_reduce(self, tensor: Tensor) -> Pending:
         """Start to sum ``tensor`` over the ranks, in place.
 
-        A ring all-reduce is counted: each rank sends ``2 (W - 1) / W`` times the tensor's bytes, W being the world
-        size. gloo and, for large tensors, NCCL do just that.
+        Counted as `ring_nbytes`.
         """
         if self.world_size == 1 or tensor.numel() == 0:
             return Pending(self, None)
-        self.ledger.add(nbytes=2 * (self.world_size - 1) * tensor.nbytes // self.world_size, n_messages=1)
+        self.ledger.add(nbytes=self.ring_nbytes(tensor.nbytes), n_messages=1)
         return Pending(self, dist.all_reduce(tensor, group=self.process_group, async_op=True))
+
+    def ring_nbytes(self, nbytes: int) -> int:
+        """What each rank sends in a ring all-reduce of so many bytes: ``2 (W - 1) / W`` of them, W the world size.
+
+        gloo and, for large tensors, NCCL do just that.
+        """
+        return 2 * (self.world_size - 1) * nbytes // self.world_size
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
         """Every rank's ``tensor`` (one shape for all), in the order of ranks, on rank 0; None on the others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -14,17 +14,16 @@ class Counts:
     """
 
     nbytes: int = 0  # bytes that this rank sent
+    nbytes_whole: int = 0  # bytes that it would have sent as a plain all-reduce of all gradients
     n_messages: int = 0  # collectives
     waited_s: float = 0.0  # seconds blocked until a collective ended
     computed_s: float = 0.0  # seconds spent making messages and reading them
+    # Only of steps that were measured (`core.compression.measurement`):
+    wanted: float = 0.0  # square of the norm of all that this rank was to send
+    left_out: float = 0.0  # of what compression left out of that
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.nbytes + other.nbytes,
-            self.n_messages + other.n_messages,
-            self.waited_s + other.waited_s,
-            self.computed_s + other.computed_s,
-        )
+        return Counts(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(Counts)))
 
 
 class Ledger:
@@ -44,8 +43,9 @@ class Ledger:
         """All that was counted so far, an unfinished step included."""
         return self._finished + self._current
 
-    def add(self, nbytes: int = 0, n_messages: int = 0, waited_s: float = 0.0, computed_s: float = 0.0) -> None:
-        self._current += Counts(nbytes, n_messages, waited_s, computed_s)
+    def add(self, **counts: float) -> None:
+        """Add to the step under way; the keywords are the fields of `Counts`."""
+        self._current += Counts(**counts)  # type: ignore[arg-type]
 
     def step(self) -> None:
         """Close the step under way: it becomes ``last_step``."""

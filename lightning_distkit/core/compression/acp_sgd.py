@@ -18,17 +18,20 @@ from torch import Tensor
 from torch.distributed import GradBucket
 
 from lightning_distkit.core.collectives import Messages, Steps
-from lightning_distkit.core.compression.allreduce import mean_
+from lightning_distkit.core.compression.allreduce import whole_mean_
 from lightning_distkit.core.compression.hook import comm_hook
 from lightning_distkit.core.compression.low_rank import (
     LowRank,
     Side,
     add_gradients_to_errors_,
     factor_dtype,
-    fill_with_nan_,
+    give_up_,
     low_rank_and_rest,
+    measure_,
+    measure_errors_,
     multiply_by_gradients_and_errors_,
     new_factors,
+    own_factors,
     shape_by_shape,
     write_products_,
 )
@@ -53,7 +56,7 @@ def _by_layers(state: PowerSGDState, bucket: GradBucket) -> Steps:
     if items:
         yield from _one_factor_mean_(state, side, items, rest)
     else:
-        yield from mean_(bucket.buffer(), state.group)
+        yield from whole_mean_(state, bucket)
     state.maybe_increase_iter(bucket)
     return bucket.buffer()
 
@@ -81,16 +84,18 @@ def _one_factor_mean_(
     sent = everything.to(wire).div_(world_size)
     for tensor in rest:
         tensor.div_(world_size)
+    own = own_factors(sent, items, side, world_size) if state.measurement is not None else {}
     sums = yield (sent, *rest)
     if not sums.finite:
-        # Some rank's gradient has an inf or a NaN, and by the sums every rank knows. Say so in the gradients, for a
-        # GradScaler or whoever skips the step, and remember nothing of it.
-        fill_with_nan_(items)
+        # Some rank's gradient has an inf or a NaN, and by the sums every rank knows. Remember nothing of it.
+        give_up_(state, items)
         return
     everything.copy_(sent)
 
     ps, qs = (sought, fixed) if side == "p" else (fixed, sought)
     for batch in batches:  # G = P Qᵀ, and E = G + E - P Qᵀ
         add_gradients_to_errors_(batch)
+        measure_(state, batch, *((own, fixed) if side == "p" else (fixed, own)), sides=[side])
         write_products_(batch, ps, qs)
     state.factors.remember(side, sought)
+    measure_errors_(state, items)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from torch.distributed import GradBucket
 
-from lightning_distkit.core.collectives import Group, Steps
+from lightning_distkit.core.collectives import Steps
 from lightning_distkit.core.compression.hook import CommState, comm_hook
 
 
-def mean_(buffer: Tensor, group: Group) -> Steps:
-    """The mean of ``buffer`` over the ranks, in place."""
+def whole_mean_(state: CommState, bucket: GradBucket) -> Steps:
+    """The mean of the bucket over the ranks, in place."""
+    buffer = bucket.buffer()
+    if state.measurement is not None:
+        state.measurement.add(bucket.parameters(), buffer.nbytes, wanted=buffer)
     # Divide first, as DDP does: a sum of halves over many ranks overflows sooner than their mean.
-    yield buffer.div_(group.world_size)
+    yield buffer.div_(state.group.world_size)
     return buffer
 
 
@@ -22,4 +24,4 @@ def allreduce_hook(state: CommState, bucket: GradBucket) -> Steps:
 
     ``register_comm_hook(process_group or None, allreduce_hook)``
     """
-    return mean_(bucket.buffer(), state.group)
+    return whole_mean_(state, bucket)

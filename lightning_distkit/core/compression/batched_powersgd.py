@@ -40,7 +40,7 @@ def _as_square(state: PowerSGDState, bucket: GradBucket) -> Steps:
     square[:length] = buffer
     parameters, dtype = bucket.parameters(), factor_dtype(buffer.dtype)
     error = state.errors.of_bucket(parameters, side, dtype) if state.use_error_feedback else None
-    item = LowRank(parameters[0], state.position_of(parameters[0]), square.view(side, side), r, error)
+    item = LowRank(parameters, state.position_of(parameters[0]), square.view(side, side), r, error)
     yield from low_rank_mean_(state, [item], [])
     buffer.copy_(square[:length])
     state.maybe_increase_iter(bucket)

@@ -17,6 +17,9 @@ def _mean_in(dtype: torch.dtype, state: CommState, bucket: GradBucket) -> Steps:
     buffer = bucket.buffer()
     # Divide first, so that the sum of all ranks' halves does not overflow.
     half = buffer.to(dtype, copy=True).div_(state.group.world_size)
+    if state.measurement is not None:
+        left_out = buffer - half.to(buffer.dtype) * state.group.world_size
+        state.measurement.add(bucket.parameters(), half.nbytes, wanted=buffer, left_out=left_out)
     yield half
     buffer.copy_(half)
     return buffer

@@ -23,6 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distkit.core.collectives import Group, Rounds, Steps
+from lightning_distkit.core.compression.measurement import Measurement, total
 from lightning_distkit.core.ledger import Ledger
 
 Hook = Callable[[Any, GradBucket], Future[Tensor]]
@@ -42,6 +43,13 @@ class CommState:
         self._futures: list[Future[Tensor]] = []
         self._held: list[Callable[[], Steps]] = []  # buckets that are here but not started
         self._parameters: set[Tensor] = set()  # of the buckets under way
+        self._is_to_measure = False
+        self.measurement: Measurement | None = None  # of the step under way, if it is measured
+        self.last_measurement: Measurement | None = None
+
+    def measure(self) -> None:
+        """Have the next step measured; if that is not finite, the first one that is. See `last_measurement`."""
+        self._is_to_measure = True
 
     @property
     def group(self) -> Group:
@@ -69,7 +77,10 @@ class CommState:
         if not self._parameters.isdisjoint(parameters):
             # A parameter comes again before the last bucket came: a backward raised half-way. Its sums are of no use.
             self._forget()
+        if not self._parameters and self._is_to_measure:
+            self.measurement = Measurement()
         self._parameters.update(parameters)
+        self.ledger.add(nbytes_whole=rounds.group.ring_nbytes(sum(parameter.nbytes for parameter in parameters)))
         self._held.append(make_steps)
         future = _future_for(bucket.buffer())
         self._futures.append(future)
@@ -78,7 +89,7 @@ class CommState:
                 rounds.start(make())
             self._held.clear()
         if bucket.is_last():
-            futures = self._futures
+            futures, measurement = self._futures, self.measurement
             try:
                 results = rounds.finish()
             finally:
@@ -87,6 +98,11 @@ class CommState:
             # exception that only sits in a Python future.
             for each, result in zip(futures, results, strict=True):
                 each.set_result(result)
+            if measurement is not None and measurement.is_finite:
+                measurement.finish()
+                overall = total(measurement.layers.values())
+                self.ledger.add(wanted=overall.wanted, left_out=overall.left_out)
+                self.last_measurement, self._is_to_measure = measurement, False
             self.ledger.step()
         return future
 
@@ -94,6 +110,7 @@ class CommState:
         if self._rounds is not None:
             self._rounds.abandon()
         self._futures, self._held, self._parameters = [], [], set()
+        self.measurement = None
 
 
 _states: dict[dist.ProcessGroup, CommState] = {}  # of hooks that are registered with a process group or None

@@ -28,11 +28,16 @@ class LowRank:
     On a row-major matrix the products are up to 13 times faster so.
     """
 
-    parameter: Tensor  # under which its factors are remembered
-    position: int  # of the parameter in the module's order
+    parameters: Sequence[Tensor]  # whose gradient it is; of the batched hook several
+    position: int  # of the first of them in the module's order
     matrix: Tensor  # (n, m), a view of the bucket
     r: int  # columns of its factors
     error: Remainder | None  # (n, m), of this rank alone; None without error feedback
+
+    @property
+    def parameter(self) -> Tensor:
+        """Under which its factors are remembered."""
+        return self.parameters[0]
 
     def factor_shape(self, side: Side) -> tuple[int, int]:
         return self.r, self.n if side == "p" else self.m
@@ -68,12 +73,17 @@ def low_rank_and_rest(
         r = min(n, m, state.rank_of(parameter)) if gradient.dim() > 1 and not gradient.is_complex() else 0
         if r and state.should_compress(n, m, r):
             error = state.errors.of(parameter, n, m, dtype) if state.use_error_feedback else None
-            items.append(LowRank(parameter, state.position_of(parameter), gradient.view(n, m), r, error))
+            items.append(LowRank([parameter], state.position_of(parameter), gradient.view(n, m), r, error))
             n_sent += sum(prod(items[-1].factor_shape(side)) for side in sides)
         else:
             rest.append(gradient)
             n_sent += gradient.numel()
     state.count(bucket, before=bucket.buffer().numel(), after=n_sent)
+    if state.measurement is not None and items:  # a bucket without is measured by who averages it
+        compressed = {item.parameter for item in items}
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if parameter not in compressed:
+                state.measurement.add([parameter], gradient.nbytes, wanted=gradient)
     return items, rest
 
 
@@ -165,7 +175,41 @@ def write_products_(batch: Sequence[LowRank], ps: Factors, qs: Factors) -> None:
                 item.error.whole.sub_(item.matrix)  # what the cast took is part of the error
 
 
-def fill_with_nan_(items: Sequence[LowRank]) -> None:
-    """Say that the step is not finite."""
+def own_factors(sent: Tensor, items: Sequence[LowRank], side: Side, world_size: int) -> dict[LowRank, Tensor]:
+    """What the message of this rank alone, already divided by the world size, has of each item: copies."""
+    whole, factors = new_factors(items, side, factor_dtype(items[0].matrix.dtype))
+    whole.copy_(sent).mul_(world_size)
+    return factors
+
+
+def measure_(
+    state: PowerSGDState, items: Sequence[LowRank], ps: Factors, qs: Factors, *, sides: Sequence[Side]
+) -> None:
+    """Note what was to be sent and what the factors of this rank leave of it, if the step is measured.
+
+    Args:
+        sides: the factors that travel.
+    """
+    if state.measurement is None:
+        return
+    for item in items:
+        wanted = item.error.value() if item.error is not None else item.matrix.to(ps[item].dtype, copy=True)
+        left_out = torch.addmm(wanted, ps[item].mT, qs[item], alpha=-1)
+        itemsize = (state.wire_dtype or item.matrix.dtype).itemsize
+        nbytes_sent = itemsize * sum(prod(item.factor_shape(side)) for side in sides)
+        state.measurement.add(item.parameters, nbytes_sent, wanted, left_out)
+
+
+def measure_errors_(state: PowerSGDState, items: Sequence[LowRank]) -> None:
+    """Note what is remembered for the next step, if the step is measured."""
+    for item in items:
+        if state.measurement is not None and item.error is not None:
+            state.measurement.add_error(item.parameters, item.error.value())
+
+
+def give_up_(state: PowerSGDState, items: Sequence[LowRank]) -> None:
+    """The step is not finite: say so in the gradients, for a GradScaler or whoever skips it."""
+    if state.measurement is not None:
+        state.measurement.is_finite = False
     for item in items:
         item.matrix.fill_(torch.nan)

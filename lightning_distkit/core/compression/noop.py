@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from torch.distributed import GradBucket
 
 from lightning_distkit.core.collectives import Steps
@@ -17,9 +16,12 @@ def noop_hook(state: CommState, bucket: GradBucket) -> Steps:
 
     ``register_comm_hook(None, noop_hook)``
     """
-    return _nothing(bucket.buffer())
+    return _nothing(state, bucket)
 
 
-def _nothing(buffer: Tensor) -> Steps:
+def _nothing(state: CommState, bucket: GradBucket) -> Steps:
+    buffer = bucket.buffer()
+    if state.measurement is not None:
+        state.measurement.add(bucket.parameters(), 0, wanted=buffer, left_out=buffer)
     return buffer
     yield buffer  # makes this a generator: one that sends no message

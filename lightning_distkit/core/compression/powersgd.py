@@ -13,17 +13,20 @@ from torch import Tensor
 from torch.distributed import GradBucket
 
 from lightning_distkit.core.collectives import Messages, Steps
-from lightning_distkit.core.compression.allreduce import mean_
+from lightning_distkit.core.compression.allreduce import whole_mean_
 from lightning_distkit.core.compression.hook import comm_hook
 from lightning_distkit.core.compression.low_rank import (
     LowRank,
     add_gradients_to_errors_,
     factor_dtype,
-    fill_with_nan_,
+    give_up_,
     low_rank_and_rest,
+    measure_,
+    measure_errors_,
     multiply_by_gradients_and_errors_,
     multiply_by_sums_,
     new_factors,
+    own_factors,
     shape_by_shape,
     take_gradients_from_errors_,
     write_products_,
@@ -45,7 +48,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
 
 def warm_up(state: PowerSGDState, bucket: GradBucket) -> Steps:
     """The plain mean, before compression starts."""
-    buffer = yield from mean_(bucket.buffer(), state.group)
+    buffer = yield from whole_mean_(state, bucket)
     state.maybe_increase_iter(bucket)
     return buffer
 
@@ -55,7 +58,7 @@ def _by_layers(state: PowerSGDState, bucket: GradBucket) -> Steps:
     if items:
         yield from low_rank_mean_(state, items, rest)
     else:
-        yield from mean_(bucket.buffer(), state.group)
+        yield from whole_mean_(state, bucket)
     state.maybe_increase_iter(bucket)
     return bucket.buffer()
 
@@ -84,9 +87,8 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
     sums = yield (sent, *rest)
     all_ps.copy_(sent)
     if not sums.finite:
-        # Some rank's gradient has an inf or a NaN, and by the sums every rank knows. Say so in the gradients, for a
-        # GradScaler or whoever skips the step, and remember nothing of it.
-        fill_with_nan_(items)
+        # Some rank's gradient has an inf or a NaN, and by the sums every rank knows. Remember nothing of it.
+        give_up_(state, items)
         return
 
     ps = dict(zip(items, orthonormalized(list(ps.values()), state.orthogonalization_epsilon), strict=True))
@@ -95,13 +97,16 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
         add_gradients_to_errors_(batch)
         multiply_by_sums_(batch, qs, ps)
     sent = all_qs.to(wire).div_(world_size)
+    if state.measurement is not None:
+        measure_(state, items, ps, own_factors(sent, items, "q", world_size), sides=("p", "q"))
     sums = yield (sent,)
     if not sums.finite:  # this factor is larger than the first and overflowed, most likely on its way in 16 bits
         take_gradients_from_errors_(items)
-        fill_with_nan_(items)
+        give_up_(state, items)
         return
     all_qs.copy_(sent)
 
     for batch in batches:
         write_products_(batch, ps, qs)
     state.factors.remember("q", qs)
+    measure_errors_(state, items)

@@ -1,0 +1,1 @@
+"""``distkit``, or ``python -m lightning_distkit.cli``: questions that are answered by measuring."""

@@ -1,0 +1,19 @@
+"""``distkit COMMAND``: each command is a function of its own file, its docstring the help."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    try:
+        import jsonargparse
+    except ModuleNotFoundError as error:
+        sys.exit(f"distkit needs {error.name}: pip install 'lightning-distkit[cli]'")
+    from lightning_distkit.cli.advise import advise
+
+    jsonargparse.auto_cli({"advise": advise}, as_positional=True)
+
+
+if __name__ == "__main__":
+    main()
