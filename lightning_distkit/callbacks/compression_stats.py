@@ -119,13 +119,15 @@ class CompressionStatsLogger(Callback):
                     pl_module.log(name, named[name], prog_bar=True, logger=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.figure or not trainer.is_global_zero or not self.history:
+        if not self.figure or not self.history:
+            return
+        path = self._folder(trainer) / "compression.png"  # on every rank: Lightning has them agree on its log_dir
+        if not trainer.is_global_zero:
             return
         layers = [
             Layer(name, each.nbytes_whole, each.nbytes_sent, each.relative_error) for name, each in self.layers.items()
         ]
         figure = compression_figure(self.history, layers)
-        path = self._folder(trainer) / "compression.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
         rank_zero_info(f"Compression over time and layer by layer: {path}")

@@ -90,7 +90,7 @@ class TwoOptimizers(Net):
         self.manual_backward(loss)
         for optimizer in self.optimizers():
             optimizer.step()
-            optimizer.zero_grad()
+        self.zero_grad()
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.net[i].parameters(), lr=0.1) for i in (0, 2)]

@@ -46,15 +46,13 @@ def measured(hook: str) -> tuple[Squares, Squares, Squares, float]:
     numels = {parameter: parameter.numel() for parameter in net.parameters()}
     if hook == "batched_powersgd":
         [bucket] = state.errors._errors_of_buckets
-        wanted = torch.cat([(gradients[p].flatten() + errors[p][: numels[p]]) for p in bucket])
-        side = isqrt(len(wanted) - 1) + 1
-        square, mean = torch.zeros(2, side * side)
-        square[: len(wanted)] = wanted
-        mean[: len(wanted)] = torch.cat([p.grad.flatten() for p in bucket])
-        # What the message stands for has the columns of the mean; but its padding was cut off. So take the error's.
-        mean = square - torch.cat([after[p] for p in bucket])
+        square = torch.cat([errors[p] for p in bucket])  # with the padding, which has an error, too
+        numel, side = sum(numels[p] for p in bucket), isqrt(len(square))
+        square[:numel] += torch.cat([gradients[p].flatten() for p in bucket])
+        wanted, mean = square[:numel], square - torch.cat([after[p] for p in bucket])
+        mean[:numel] = torch.cat([p.grad.flatten() for p in bucket])
         left = square.double() - projected(square.view(side, side), mean.view(side, side), rows=False).flatten()
-        parts = left[: len(wanted)].split([numels[p] for p in bucket])
+        parts = left[:numel].split([numels[p] for p in bucket])
         for parameter, part, whole in zip(bucket, parts, wanted.split([numels[p] for p in bucket]), strict=True):
             error = after[parameter][: numels[parameter]]
             direct[names[parameter]] = tuple(float(t.double().square().sum()) for t in (whole, part, error))
@@ -63,7 +61,7 @@ def measured(hook: str) -> tuple[Squares, Squares, Squares, float]:
             wanted = gradients[parameter] + errors.get(parameter, torch.zeros(()))
             if hook in ("fp16", "bf16"):
                 dtype = torch.float16 if hook == "fp16" else torch.bfloat16
-                stands_for = (wanted / 2).to(dtype).float() * 2
+                stands_for = (wanted.to(dtype) / 2).float() * 2
             elif hook == "noop":
                 stands_for = torch.zeros_like(wanted)
             elif parameter in after:
