@@ -147,6 +147,23 @@ def run_on(hosts: tuple[Host, ...], world_size: int, body: Callable[..., Any], *
         shutil.rmtree(meeting)
 
 
+def as_torchrun_tells_it(hosts: int) -> None:
+    """Set the environment that torchrun sets, for a Trainer within a rank; `hosts` have as many ranks each."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    of_host = world_size // hosts
+    environment = {
+        "RANK": rank,
+        "GROUP_RANK": rank // of_host,
+        "LOCAL_RANK": rank % of_host,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": of_host,
+        "MASTER_ADDR": "localhost",  # nobody asks there: the group is made already
+        "MASTER_PORT": 1,
+        "TORCHELASTIC_RUN_ID": "benchmark",
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()})
+
+
 def wire_bytes(host: Host) -> int:
     """Bytes that `host`'s device has sent so far, link headers and acknowledgements included.
 

@@ -9,10 +9,12 @@ their neighbours, so that whatever else the machine does falls on both: what a l
 
 import argparse
 import json
+import logging
 import statistics
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.hosts import Host, one_host, run_on
+from benchmarks.hosts import Host, as_torchrun_tells_it, one_host, run_on
 from benchmarks.models import MODELS
 from lightning_distkit import PowerSGDDDPStrategy
 from lightning_distkit.callbacks import CompressionStatsLogger
@@ -52,6 +54,9 @@ class Module(pl.LightningModule):
 
 def train(host: Host, n_steps: int, per_layer: bool) -> tuple[list[float], float]:
     """On every rank: milliseconds of each step, and of the picture."""
+    as_torchrun_tells_it(hosts=1)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     x, y = torch.randn(2, 64 * 8, 1024)
@@ -81,7 +86,7 @@ def train(host: Host, n_steps: int, per_layer: bool) -> tuple[list[float], float
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=600)
     chosen = parser.parse_args()
     for per_layer in (False, True):
         with one_host() as hosts:

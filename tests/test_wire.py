@@ -1,6 +1,5 @@
 """The ledger tells the truth: what it counts is what a network device saw cross the wire between two hosts."""
 
-import os
 import subprocess
 import time
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.hosts import Host, run_on, two_hosts, why_not, wire_bytes
+from benchmarks.hosts import Host, as_torchrun_tells_it, run_on, two_hosts, why_not, wire_bytes
 from lightning_distkit import CommHookDDPStrategy, PowerSGDDDPStrategy
 from lightning_distkit.callbacks import CompressionStatsLogger
 from lightning_distkit.core.compression import HOOKS, PowerSGDState, attach, ledger_of
@@ -141,10 +140,7 @@ class Wide(pl.LightningModule):
 
 def logged_and_crossed(host: Host, name: str) -> tuple[list[float], list[int]]:
     """What a fit logs as bytes, and the device's counter, at the same steps; one rank a host."""
-    # As torchrun would say it, for the Trainer.
-    rank = str(dist.get_rank())
-    os.environ.update(RANK=rank, GROUP_RANK=rank, LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="10.77.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="wire")
+    as_torchrun_tells_it(hosts=2)
     torch.set_num_threads(1)
     powersgd = {"matrix_approximation_rank": MATRIX_APPROXIMATION_RANK, "start_powerSGD_iter": 2}
     strategy = (

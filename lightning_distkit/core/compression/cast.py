@@ -19,7 +19,8 @@ def _mean_in(dtype: torch.dtype, state: CommState, bucket: GradBucket) -> Steps:
     half = buffer.to(dtype, copy=True).div_(state.group.world_size)
     if state.measurement is not None:
         left_out = buffer - half.to(buffer.dtype) * state.group.world_size
-        state.measurement.add(bucket.parameters(), half.nbytes, wanted=buffer, left_out=left_out)
+        state.measurement.add(bucket.parameters(), half.nbytes, buffer)
+        state.measurement.add_left_out(bucket.parameters(), left_out)
     yield half
     buffer.copy_(half)
     return buffer

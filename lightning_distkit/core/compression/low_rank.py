@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket
 
-from lightning_distkit.core.compression.products import products_
+from lightning_distkit.core.compression.products import product_, products_
 from lightning_distkit.core.compression.remainder import Remainder, multiply_
 
 if TYPE_CHECKING:
@@ -193,18 +193,21 @@ def measure_(
     if state.measurement is None:
         return
     for item in items:
-        wanted = item.error.value() if item.error is not None else item.matrix.to(ps[item].dtype, copy=True)
-        left_out = torch.addmm(wanted, ps[item].mT, qs[item], alpha=-1)
+        scratch = state.measurement.scratch(item.matrix, ps[item].dtype)
+        wanted = item.error.value(out=scratch) if item.error is not None else scratch.copy_(item.matrix)
         itemsize = (state.wire_dtype or item.matrix.dtype).itemsize
         nbytes_sent = itemsize * sum(prod(item.factor_shape(side)) for side in sides)
-        state.measurement.add(item.parameters, nbytes_sent, wanted, left_out)
+        state.measurement.add(item.parameters, nbytes_sent, wanted)
+        product_(wanted, ps[item].mT, qs[item], sign=-1)
+        state.measurement.add_left_out(item.parameters, wanted)
 
 
 def measure_errors_(state: PowerSGDState, items: Sequence[LowRank]) -> None:
     """Note what is remembered for the next step, if the step is measured."""
     for item in items:
         if state.measurement is not None and item.error is not None:
-            state.measurement.add_error(item.parameters, item.error.value())
+            scratch = state.measurement.scratch(item.matrix, item.error.whole.dtype)
+            state.measurement.add_error(item.parameters, item.error.value(out=scratch))
 
 
 def give_up_(state: PowerSGDState, items: Sequence[LowRank]) -> None:

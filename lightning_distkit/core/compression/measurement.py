@@ -42,24 +42,29 @@ class Measurement:
         self.layers: dict[Tensor, LayerMeasurement] = {}  # of this rank alone
         self.is_finite = True
         self._squares: list[tuple[Tensor, str, Tensor]] = []  # not looked at before the end: on CUDA that would wait
+        self._scratch: Tensor | None = None
 
-    def add(
-        self, parameters: Sequence[Tensor], nbytes_sent: int, wanted: Tensor, left_out: Tensor | None = None
-    ) -> None:
-        """Of the gradients of some parameters, that lie one after the other.
+    def scratch(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory of that shape to compute in; always the same: new memory costs more than what is computed in it."""
+        if self._scratch is None or self._scratch.numel() < like.numel() or self._scratch.dtype != dtype:
+            self._scratch = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        return self._scratch[: like.numel()].view(like.shape)
+
+    def add(self, parameters: Sequence[Tensor], nbytes_sent: int, wanted: Tensor) -> None:
+        """What was to be sent of the gradients of some parameters, that lie one after the other.
 
         Args:
             nbytes_sent: of what travels in place of them.
-            wanted: what was to be sent.
-            left_out: the part of it that the message does not stand for; None for nothing.
         """
         numel = sum(parameter.numel() for parameter in parameters)
         for parameter in parameters:
             share = nbytes_sent * parameter.numel() // max(1, numel)
             self.layers[parameter] = LayerMeasurement(parameter.nbytes, share)
         self._add_squares(parameters, "wanted", wanted)
-        if left_out is not None:
-            self._add_squares(parameters, "left_out", left_out)
+
+    def add_left_out(self, parameters: Sequence[Tensor], left_out: Tensor) -> None:
+        """The part of it that the message does not stand for; by default nothing."""
+        self._add_squares(parameters, "left_out", left_out)
 
     def add_error(self, parameters: Sequence[Tensor], error: Tensor) -> None:
         """What is remembered for the next step."""
@@ -78,7 +83,7 @@ class Measurement:
             values = torch.stack([square for _, _, square in self._squares]).tolist()
             for (parameter, name, _), value in zip(self._squares, values, strict=True):
                 setattr(self.layers[parameter], name, value)
-            self._squares = []
+        self._squares, self._scratch = [], None
 
     def over_ranks(self, group: Group) -> dict[Tensor, LayerMeasurement]:
         """Squares summed over the ranks, the same on every rank; every rank must call it. One small message."""

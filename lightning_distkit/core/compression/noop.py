@@ -22,6 +22,7 @@ def noop_hook(state: CommState, bucket: GradBucket) -> Steps:
 def _nothing(state: CommState, bucket: GradBucket) -> Steps:
     buffer = bucket.buffer()
     if state.measurement is not None:
-        state.measurement.add(bucket.parameters(), 0, wanted=buffer, left_out=buffer)
+        state.measurement.add(bucket.parameters(), 0, buffer)
+        state.measurement.add_left_out(bucket.parameters(), buffer)
     return buffer
     yield buffer  # makes this a generator: one that sends no message

@@ -37,9 +37,10 @@ class Remainder:
         p, q = (factor if factor is None else factor.to(device, copy=True) for factor in (self.p, self.q))
         return Remainder(self.whole.to(device, copy=True), p, q)
 
-    def value(self) -> Tensor:
-        """The error itself, a copy."""
-        return Remainder(self.whole.clone(), self.p, self.q).settle_()
+    def value(self, out: Tensor | None = None) -> Tensor:
+        """The error itself, a copy; in the memory of ``out``, if there is one."""
+        copy = self.whole.clone() if out is None else out.copy_(self.whole)
+        return Remainder(copy, self.p, self.q).settle_()
 
     def settle_(self) -> Tensor:
         """Subtract now; the error itself, in ``whole``."""
