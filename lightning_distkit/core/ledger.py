@@ -14,10 +14,10 @@ class Counts:
     """
 
     nbytes: int = 0  # bytes that this rank sent
-    nbytes_whole: int = 0  # bytes that it would have sent as a plain all-reduce of all gradients
     n_messages: int = 0  # collectives
     waited_s: float = 0.0  # seconds blocked until a collective ended
     computed_s: float = 0.0  # seconds spent making messages and reading them
+    nbytes_whole: int = 0  # bytes that it would have sent as a plain all-reduce of all gradients
     # Only of steps that were measured (`core.compression.measurement`):
     wanted: float = 0.0  # square of the norm of all that this rank was to send
     left_out: float = 0.0  # of what compression left out of that

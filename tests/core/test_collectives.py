@@ -65,10 +65,10 @@ def test_the_ledger_tells_steps_apart() -> None:
     ledger.add(nbytes=5, n_messages=1)
     ledger.step()
     ledger.add(nbytes=7, n_messages=2, waited_s=0.5)
-    assert ledger.last_step == Counts(5, 1)
-    assert ledger.total == Counts(12, 3, 0.5)
+    assert ledger.last_step == Counts(nbytes=5, n_messages=1)
+    assert ledger.total == Counts(nbytes=12, n_messages=3, waited_s=0.5)
     ledger.step()
-    assert (ledger.n_steps, ledger.last_step) == (2, Counts(7, 2, 0.5))
+    assert (ledger.n_steps, ledger.last_step) == (2, Counts(nbytes=7, n_messages=2, waited_s=0.5))
 
 
 def gather_in_order() -> list[float] | None:
