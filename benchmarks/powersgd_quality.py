@@ -1,6 +1,6 @@
 """What compression costs in quality: validation loss against bytes sent, for each hook and r.
 
-    python -m benchmarks.powersgd_quality --picture docs/powersgd_quality.png
+    python -m benchmarks.powersgd_quality --picture docs/powersgd_quality.png  # needs the extra "bench"
 
 Two ranks train the demo's small GPT on Python's own sources and a perceptron on scikit-learn's digits, with each hook
 alike: the same weights, batches, number of steps and learning rates, the first 10 % of the steps whole. One JSON line a

@@ -12,7 +12,7 @@ def main() -> None:
         sys.exit(f"distkit needs {error.name}: pip install 'lightning-distkit[cli]'")
     from lightning_distkit.cli.advise import advise
 
-    jsonargparse.auto_cli({"advise": advise}, as_positional=True)
+    jsonargparse.auto_cli({"advise": advise}, as_positional=True, prog="distkit")
 
 
 if __name__ == "__main__":

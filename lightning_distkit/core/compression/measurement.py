@@ -2,7 +2,8 @@
 
 To be sent is M, (n, m): this rank's gradient and what was left out before. What the message of this rank stands for is
 C. Then ``|M - C| / |M|``, of Frobenius norms, is the relative error of compression: 0 for the plain mean, 1 if nothing
-is sent. The mean over the ranks errs less or equally: what the ranks leave out partly cancels.
+is sent. The mean over the ranks is off by no more than the root mean square of ``|M - C|``: what the ranks leave out
+partly cancels.
 """
 
 from __future__ import annotations
