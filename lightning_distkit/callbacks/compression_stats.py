@@ -54,6 +54,9 @@ class CompressionStatsLogger(Callback):
     ) -> None:
         if not isinstance(every_n_steps, int) or isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}; 50 is usual")
+        for name, value in (("per_layer", per_layer), ("figure", figure), ("prog_bar", prog_bar)):
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         if figure:
             need_matplotlib()
         self.every_n_steps = every_n_steps
@@ -66,6 +69,14 @@ class CompressionStatsLogger(Callback):
         self._n_before = 0
         self._step = 0  # optimizer steps that are done
         self._increment = 1  # of them in the last batch: several where there are several optimizers
+
+    @property
+    def state_key(self) -> str:
+        return self._generate_state_key(every_n_steps=self.every_n_steps, per_layer=self.per_layer)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self.history, self.layers = [], {}  # of an earlier fit; a checkpoint's comes later
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = _state(trainer)
@@ -102,8 +113,8 @@ class CompressionStatsLogger(Callback):
             "computing_ms": 1e3 * (now.computed_s - self._before.computed_s) / n_since,
             "waiting_ms": 1e3 * (now.waited_s - self._before.waited_s) / n_since,
         }
-        if measurement is not None and self.layers:
-            overall = total(self.layers.values())
+        overall = total(self.layers.values())
+        if measurement is not None and self.layers and math.isfinite(overall.wanted):  # else the step was not finite
             metrics |= {"relative_error": overall.relative_error, "error_norm": math.sqrt(overall.error)}
             if self.per_layer:
                 compressed = {name: layer for name, layer in self.layers.items() if layer.is_compressed}
@@ -119,7 +130,7 @@ class CompressionStatsLogger(Callback):
                     pl_module.log(name, named[name], prog_bar=True, logger=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self.figure or not self.history:
+        if not self.figure or not self.history or getattr(trainer, "fast_dev_run", False):
             return
         path = self._folder(trainer) / "compression.png"  # on every rank: Lightning has them agree on its log_dir
         if not trainer.is_global_zero:

@@ -73,7 +73,7 @@ def advise(
     accelerator: Literal["auto", "cpu", "cuda"] = "auto",
     json_lines: bool = False,
 ) -> None:
-    """Try every hook with your model on these ranks, and say whether the network is the bottleneck and what to do.
+    """Try hooks with your model on these ranks, and say whether the network is the bottleneck and what to do.
 
     Launch it as you launch the training: torchrun [...] -m lightning_distkit.cli advise my_package.models:MyModel
 
@@ -213,14 +213,14 @@ def verdict(trials: Sequence[Trial]) -> list[str]:
     gain = 1 - free / ddp
     if gain < BOTTLENECK:
         return [
-            f"Not worth it: without any communication a step would be {max(0.0, gain):.0%} faster.",
+            f"Not worth it: without any communication a step would take {max(0.0, gain):.0%} less time.",
             f"Under {BOTTLENECK:.0%} the network is no bottleneck. Stay with plain ddp.",
         ]
     hooks = [trial for trial in trials if trial.candidate != NOTHING]
     fastest = min(hooks, key=lambda trial: trial.step_ms)
-    lines = [f"The network is the bottleneck: without any communication a step would be {gain:.0%} faster."]
+    lines = [f"The network is the bottleneck: without any communication a step would take {gain:.0%} less time."]
     if fastest.step_ms > (1 - WORTH_IT) * ddp:
-        return [*lines, "Not worth it: compressing takes as long as it saves.", "Stay with plain ddp."]
+        return [*lines, "Not worth it: compressing takes as long as it saves, or longer.", "Stay with plain ddp."]
     lines.append(f"Take {fastest.candidate}: {ddp / fastest.step_ms:.1f} times faster than plain ddp.")
     gentler = [
         trial

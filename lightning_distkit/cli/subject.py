@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +52,19 @@ class Step(nn.Module):
 def load_subject(model: str, batch: str | None, device: torch.device) -> Subject:
     """What is at these paths, as `lightning_distkit.cli.advise.advise` explains; an error ends the program."""
     torch.manual_seed(0)  # the same weights on every rank
-    made: Any = _found(model)()
+    try:
+        made: Any = _found(model)()
+    except TypeError as error:
+        sys.exit(f"{model} must be callable without arguments: {error}")
+    rank = int(os.environ.get("RANK", "0"))
+    torch.manual_seed(1 + rank)  # another batch on each
     inputs = _found(batch)() if batch else None
     loss: Callable[[Any], Tensor]
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         module, loss = made
     elif isinstance(made, nn.Module) and hasattr(made, "training_step"):
         module = made
-        inputs = _on(device, inputs if batch else next(iter(made.train_dataloader())))  # type: ignore[operator]
+        inputs = _on(device, inputs if batch else _batch_of(made, rank))
         loss = lambda module: _loss(module.training_step(inputs, 0))  # noqa: E731
     elif isinstance(made, nn.Module) and batch:
         module = made
@@ -68,7 +75,19 @@ def load_subject(model: str, batch: str | None, device: torch.device) -> Subject
             f"{model} must return a LightningModule with train_dataloader(), an nn.Module (then --batch must say where "
             f"its inputs come from), or a tuple of an nn.Module and a function that returns its loss; got {made!r:.200}"
         )
-    return Subject(Step(module.to(device), loss))
+    subject = Subject(Step(module.to(device), loss))
+    if subject.numel == 0:
+        sys.exit(f"{model} must have parameters to be trained, but all are frozen, or there are none")
+    return subject
+
+
+def _batch_of(module: Any, rank: int) -> Any:
+    """Another one for each rank, as far as they go."""
+    try:
+        batches = list(islice(iter(module.train_dataloader()), rank + 1))
+    except Exception as error:  # Lightning's for a missing hook is of a class of its own
+        sys.exit(f"the model needs a train_dataloader(), or --batch must say where a batch comes from: {error!r:.300}")
+    return batches[-1]
 
 
 def _on(device: torch.device, batch: Any) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,24 @@ class Group:
         with self._naming_the_cause():
             dist.gather(tensor, gathered, group=self.process_group, group_dst=0)
         return gathered
+
+    def agree(self, what: str, values: dict[str, Any]) -> None:
+        """Raise a ValueError on every rank, if these are not the same on all.
+
+        Not counted: it belongs to no step.
+        """
+        if self.world_size == 1 or not values:
+            return
+        of_ranks: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
+        with self._naming_the_cause():
+            dist.all_gather_object(of_ranks, values, group=self.process_group)
+        for rank, others in enumerate(of_ranks):
+            for name in values:
+                if others[name] != of_ranks[0][name]:
+                    raise ValueError(
+                        f"{what} must be made alike on every rank, but {name} is {of_ranks[0][name]!r} on rank 0 and "
+                        f"{others[name]!r} on rank {rank}"
+                    )
 
     @contextmanager
     def _naming_the_cause(self) -> Iterator[None]:

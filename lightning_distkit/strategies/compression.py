@@ -188,7 +188,7 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
 
     def teardown(self) -> None:
         state = self.comm_state
-        if state is not None and 0 < state.iter <= state.start_powerSGD_iter:
+        if state is not None and 0 < state.iter <= state.start_powerSGD_iter and not state.compression_stats()[1]:
             rank_zero_info(
                 f"PowerSGD has compressed nothing yet: {state.iter} steps are done, and it starts after "
                 f"{state.start_powerSGD_iter}. For a short training set start_powerSGD_iter or use PowerSGDWarmup."

@@ -29,10 +29,10 @@ def said(ddp: float, free: float, powersgd: float, acp: float) -> str:
 @pytest.mark.parametrize(
     ("times", "says"),
     [
-        ((100, 91, 50, 50), "Not worth it: without any communication a step would be 9% faster."),
-        ((100, 110, 50, 50), "Not worth it: without any communication a step would be 0% faster."),
-        ((100, 80, 97, 99), "would be 20% faster. Not worth it: compressing takes as long as it saves."),
-        ((100, 20, 40, 25), "would be 80% faster. Take acp_sgd, r = 1: 4.0 times faster than plain ddp."),
+        ((100, 91, 50, 50), "Not worth it: without any communication a step would take 9% less time."),
+        ((100, 110, 50, 50), "Not worth it: without any communication a step would take 0% less time."),
+        ((100, 80, 97, 99), "would take 20% less time. Not worth it: compressing takes as long"),
+        ((100, 20, 40, 25), "would take 80% less time. Take acp_sgd, r = 1: 4.0 times faster than plain ddp."),
         (
             (100, 20, 26, 25),
             "powersgd, r = 4 takes 4% longer and leaves out less: 50% of the gradients",

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributed import GradBucket
 
 from lightning_distkit.core.collectives import Messages, Steps
-from lightning_distkit.core.compression.allreduce import whole_mean_
 from lightning_distkit.core.compression.hook import comm_hook
 from lightning_distkit.core.compression.low_rank import (
     LowRank,
@@ -33,6 +32,7 @@ from lightning_distkit.core.compression.low_rank import (
     new_factors,
     own_factors,
     shape_by_shape,
+    whole_mean_and_forget_,
     write_products_,
 )
 from lightning_distkit.core.compression.powersgd import warm_up
@@ -52,17 +52,17 @@ def acp_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
 
 def _by_layers(state: PowerSGDState, bucket: GradBucket) -> Steps:
     side = state.factors.turn
-    items, rest = low_rank_and_rest(state, bucket, sides=[side])
+    items, rest, repaid = low_rank_and_rest(state, bucket, sides=[side])
     if items:
-        yield from _one_factor_mean_(state, side, items, rest)
+        yield from _one_factor_mean_(state, side, items, rest, repaid)
     else:
-        yield from whole_mean_(state, bucket)
+        yield from whole_mean_and_forget_(state, bucket, repaid)
     state.maybe_increase_iter(bucket)
     return bucket.buffer()
 
 
 def _one_factor_mean_(
-    state: PowerSGDState, side: Side, items: Sequence[LowRank], rest: Sequence[Tensor]
+    state: PowerSGDState, side: Side, items: Sequence[LowRank], rest: Sequence[Tensor], repaid: Sequence[Tensor]
 ) -> Messages[None]:
     """Mean each item's matrix over the ranks approximately, and each tensor of ``rest`` exactly; both in place.
 
@@ -98,4 +98,5 @@ def _one_factor_mean_(
         measure_(state, batch, *((own, fixed) if side == "p" else (fixed, own)), sides=[side])
         write_products_(batch, ps, qs)
     state.factors.remember(side, sought)
+    state.errors.forget(repaid)
     measure_errors_(state, items)

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from torch.distributed import GradBucket
 
-from lightning_distkit.core.collectives import Steps
+from lightning_distkit.core.collectives import Messages, Round, Steps
 from lightning_distkit.core.compression.hook import CommState, comm_hook
 
 
-def whole_mean_(state: CommState, bucket: GradBucket) -> Steps:
-    """The mean of the bucket over the ranks, in place."""
+def whole_mean_(state: CommState, bucket: GradBucket) -> Messages[Round]:
+    """The mean of the bucket over the ranks, in place; and the round in which it was summed."""
     buffer = bucket.buffer()
     if state.measurement is not None:
         state.measurement.add(bucket.parameters(), buffer.nbytes, wanted=buffer)
     # Divide first, as DDP does: a sum of halves over many ranks overflows sooner than their mean.
-    yield buffer.div_(state.group.world_size)
-    return buffer
+    return (yield buffer.div_(state.group.world_size))
 
 
 @comm_hook
@@ -24,4 +23,9 @@ def allreduce_hook(state: CommState, bucket: GradBucket) -> Steps:
 
     ``register_comm_hook(process_group or None, allreduce_hook)``
     """
-    return whole_mean_(state, bucket)
+    return _mean(state, bucket)
+
+
+def _mean(state: CommState, bucket: GradBucket) -> Steps:
+    yield from whole_mean_(state, bucket)
+    return bucket.buffer()

@@ -13,7 +13,7 @@ from torch.distributed import GradBucket
 
 from lightning_distkit.core.collectives import Steps
 from lightning_distkit.core.compression.hook import comm_hook
-from lightning_distkit.core.compression.low_rank import LowRank, factor_dtype
+from lightning_distkit.core.compression.low_rank import LowRank, factor_dtype, whole_mean_and_forget_
 from lightning_distkit.core.compression.powersgd import low_rank_mean_, warm_up
 from lightning_distkit.core.compression.powersgd_state import PowerSGDState
 
@@ -34,14 +34,18 @@ def _as_square(state: PowerSGDState, bucket: GradBucket) -> Steps:
     side = isqrt(length - 1) + 1 if length else 0
     r = min(side, state.rank_of_bucket())
     if r == 0 or buffer.is_complex():
-        return (yield from warm_up(state, bucket))
+        pairs = zip(bucket.parameters(), bucket.gradients(), strict=True) if state.use_error_feedback else ()
+        repaid = [parameter for parameter, gradient in pairs if state.errors.repay_(parameter, gradient)]
+        yield from whole_mean_and_forget_(state, bucket, repaid)
+        state.maybe_increase_iter(bucket)
+        return buffer
     state.count(bucket, before=length, after=2 * side * r)
     square = buffer.new_zeros(side * side)
     square[:length] = buffer
     parameters, dtype = bucket.parameters(), factor_dtype(buffer.dtype)
     error = state.errors.of_bucket(parameters, side, dtype) if state.use_error_feedback else None
     item = LowRank(parameters, state.position_of(parameters[0]), square.view(side, side), r, error)
-    yield from low_rank_mean_(state, [item], [])
+    yield from low_rank_mean_(state, [item], [], [])
     buffer.copy_(square[:length])
     state.maybe_increase_iter(bucket)
     return buffer

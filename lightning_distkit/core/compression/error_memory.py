@@ -46,6 +46,24 @@ class ErrorMemory:
             self._errors_of_buckets[tuple(parameters)] = square
         return self._errors_of_buckets[tuple(parameters)]
 
+    def repay_(self, parameter: Tensor, gradient: Tensor) -> bool:
+        """Add what was left out before to a gradient that now travels whole; whether there was something.
+
+        It is still remembered, for the step may not be finite; `forget` it then.
+        """
+        self._take_apart([parameter])
+        if parameter not in self._errors:
+            return False
+        error = self._errors[parameter].value().flatten()[: gradient.numel()]
+        # Both in the order of memory, which is not always that of the gradient's shape.
+        in_memory = gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+        in_memory.add_(error.to(gradient.dtype))
+        return True
+
+    def forget(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            del self._errors[parameter]
+
     def restore(self, parameter: Tensor, error: Remainder) -> None:
         self._errors[parameter] = error
 

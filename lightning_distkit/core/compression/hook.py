@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import wraps
+from math import isfinite
 from typing import Any
 
 import torch
@@ -43,12 +44,17 @@ class CommState:
         self._futures: list[Future[Tensor]] = []
         self._held: list[Callable[[], Steps]] = []  # buckets that are here but not started
         self._parameters: set[Tensor] = set()  # of the buckets under way
+        self._is_agreed = False
         self._is_to_measure = False
         self.measurement: Measurement | None = None  # of the step under way, if it is measured
         self.last_measurement: Measurement | None = None
 
     def measure(self) -> None:
-        """Have the next step measured; if that is not finite, the first one that is. See `last_measurement`."""
+        """Have the next step measured: see `last_measurement`.
+
+        If PowerSGD or ACP-SGD finds that it is not finite, the first one that is; other hooks do not look, and the
+        measurement then has NaN or inf in it.
+        """
         self._is_to_measure = True
 
     @property
@@ -65,6 +71,10 @@ class CommState:
         """See a bucket go by. False means: start nothing before the last bucket is here."""
         return True
 
+    def agreement(self) -> dict[str, Any]:
+        """What must be the same on every rank; compared before the first step."""
+        return {}
+
     def claim(self, module: nn.Module) -> None:
         """Be registered with a model."""
 
@@ -77,6 +87,9 @@ class CommState:
         if not self._parameters.isdisjoint(parameters):
             # A parameter comes again before the last bucket came: a backward raised half-way. Its sums are of no use.
             self._forget()
+        if not self._is_agreed:
+            rounds.group.agree(type(self).__name__, self.agreement())
+            self._is_agreed = True
         if not self._parameters and self._is_to_measure:
             self.measurement = Measurement()
         self._parameters.update(parameters)
@@ -101,7 +114,8 @@ class CommState:
             if measurement is not None and measurement.is_finite:
                 measurement.finish()
                 overall = total(measurement.layers.values())
-                self.ledger.add(wanted=overall.wanted, left_out=overall.left_out)
+                if isfinite(overall.wanted):
+                    self.ledger.add(wanted=overall.wanted, left_out=overall.left_out)
                 self.last_measurement, self._is_to_measure = measurement, False
             self.ledger.step()
         return future

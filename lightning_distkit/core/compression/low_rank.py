@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket
 
+from lightning_distkit.core.collectives import Messages
+from lightning_distkit.core.compression.allreduce import whole_mean_
 from lightning_distkit.core.compression.products import product_, products_
 from lightning_distkit.core.compression.remainder import Remainder, multiply_
 
@@ -58,14 +60,18 @@ def factor_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def low_rank_and_rest(
     state: PowerSGDState, bucket: GradBucket, *, sides: Sequence[Side] = ("p", "q")
-) -> tuple[list[LowRank], list[Tensor]]:
+) -> tuple[list[LowRank], list[Tensor], list[Tensor]]:
     """The gradients of a bucket that travel as factors, and those that travel whole; both views of the bucket.
+
+    To a gradient that travels whole what was left out before is added, from when it was compressed; last comes of which
+    parameters. These errors are to be forgotten if the step is finite.
 
     Args:
         sides: the factors that travel in this step, to be counted.
     """
     items: list[LowRank] = []
     rest: list[Tensor] = []
+    repaid: list[Tensor] = []
     n_sent = 0
     dtype = factor_dtype(bucket.buffer().dtype)
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -77,6 +83,8 @@ def low_rank_and_rest(
             n_sent += sum(prod(items[-1].factor_shape(side)) for side in sides)
         else:
             rest.append(gradient)
+            if state.use_error_feedback and state.errors.repay_(parameter, gradient):
+                repaid.append(parameter)
             n_sent += gradient.numel()
     state.count(bucket, before=bucket.buffer().numel(), after=n_sent)
     if state.measurement is not None and items:  # a bucket without is measured by who averages it
@@ -84,7 +92,7 @@ def low_rank_and_rest(
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter not in compressed:
                 state.measurement.add([parameter], gradient.nbytes, wanted=gradient)
-    return items, rest
+    return items, rest, repaid
 
 
 def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
@@ -95,9 +103,14 @@ def _matrix_shape(parameter: Tensor) -> tuple[int, int]:
     """
     if parameter.dim() < 2 or parameter.numel() == 0:
         return parameter.numel(), 1
-    outermost = max(range(parameter.dim()), key=lambda d: (parameter.stride(d), -d))
-    n = parameter.shape[outermost]
+    n = parameter.shape[memory_order(parameter)[0]]
     return n, parameter.numel() // n
+
+
+def memory_order(parameter: Tensor) -> tuple[int, ...]:
+    """Its dimensions from the outermost in memory to the innermost."""
+    strides = parameter.stride()
+    return tuple(sorted(range(len(strides)), key=lambda d: (-strides[d], d)))
 
 
 def shape_by_shape(items: Sequence[LowRank], *, same_shape: bool) -> list[list[LowRank]]:
@@ -208,6 +221,13 @@ def measure_errors_(state: PowerSGDState, items: Sequence[LowRank]) -> None:
         if state.measurement is not None and item.error is not None:
             scratch = state.measurement.scratch(item.matrix, item.error.whole.dtype)
             state.measurement.add_error(item.parameters, item.error.value(out=scratch))
+
+
+def whole_mean_and_forget_(state: PowerSGDState, bucket: GradBucket, repaid: Sequence[Tensor]) -> Messages[None]:
+    """The plain mean of a bucket in which nothing is compressed; the repaid errors are forgotten if it is finite."""
+    sums = yield from whole_mean_(state, bucket)
+    if repaid and sums.finite:
+        state.errors.forget(repaid)
 
 
 def give_up_(state: PowerSGDState, items: Sequence[LowRank]) -> None:

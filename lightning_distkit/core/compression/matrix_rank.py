@@ -38,7 +38,11 @@ def check(rank: object, names: Iterable[str] = ()) -> None:
                 _check_schedule(schedule)
             else:
                 _check_number(schedule, 0)
-        for name in names:
+        known = list(names)
+        for pattern in rank if known else ():
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise ValueError(f"matrix_approximation_rank has the pattern {pattern!r}, which matches no parameter")
+        for name in known:
             matrix_rank(cast(MatrixRank, rank), name, 0)
     else:
         _check_schedule(rank)

@@ -8,6 +8,7 @@ partly cancels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -33,7 +34,7 @@ class LayerMeasurement:
 
     @property
     def relative_error(self) -> float:
-        return (self.left_out / self.wanted) ** 0.5 if self.wanted > 0 else 0.0
+        return math.sqrt(self.left_out / self.wanted) if self.wanted != 0 else 0.0
 
 
 class Measurement:
@@ -91,7 +92,7 @@ class Measurement:
         rows = [(layer.wanted, layer.left_out, layer.error) for layer in self.layers.values()]
         device = next(iter(self.layers)).device if self.layers else None
         sums = torch.tensor(rows, dtype=torch.float64, device=device)
-        group.all_reduce(sums).wait()
+        Group(group.process_group).all_reduce(sums).wait()  # in a ledger of its own: it is no gradient
         return {
             parameter: LayerMeasurement(layer.nbytes_whole, layer.nbytes_sent, *row)
             for (parameter, layer), row in zip(self.layers.items(), sums.tolist(), strict=True)

@@ -29,6 +29,7 @@ from lightning_distkit.core.compression.low_rank import (
     own_factors,
     shape_by_shape,
     take_gradients_from_errors_,
+    whole_mean_and_forget_,
     write_products_,
 )
 from lightning_distkit.core.compression.orthogonalize import orthonormalized
@@ -48,22 +49,24 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Steps:
 
 def warm_up(state: PowerSGDState, bucket: GradBucket) -> Steps:
     """The plain mean, before compression starts."""
-    buffer = yield from whole_mean_(state, bucket)
-    state.maybe_increase_iter(bucket)
-    return buffer
-
-
-def _by_layers(state: PowerSGDState, bucket: GradBucket) -> Steps:
-    items, rest = low_rank_and_rest(state, bucket)
-    if items:
-        yield from low_rank_mean_(state, items, rest)
-    else:
-        yield from whole_mean_(state, bucket)
+    yield from whole_mean_(state, bucket)
     state.maybe_increase_iter(bucket)
     return bucket.buffer()
 
 
-def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequence[Tensor]) -> Messages[None]:
+def _by_layers(state: PowerSGDState, bucket: GradBucket) -> Steps:
+    items, rest, repaid = low_rank_and_rest(state, bucket)
+    if items:
+        yield from low_rank_mean_(state, items, rest, repaid)
+    else:
+        yield from whole_mean_and_forget_(state, bucket, repaid)
+    state.maybe_increase_iter(bucket)
+    return bucket.buffer()
+
+
+def low_rank_mean_(
+    state: PowerSGDState, items: Sequence[LowRank], rest: Sequence[Tensor], repaid: Sequence[Tensor]
+) -> Messages[None]:
     """Mean each item's matrix over the ranks approximately, and each tensor of ``rest`` exactly; both in place.
 
     The passes over memory are as few as the algorithm allows: gradient and error are multiplied where they lie, and
@@ -109,4 +112,5 @@ def low_rank_mean_(state: PowerSGDState, items: Sequence[LowRank], rest: Sequenc
     for batch in batches:
         write_products_(batch, ps, qs)
     state.factors.remember("q", qs)
+    state.errors.forget(repaid)
     measure_errors_(state, items)

@@ -21,6 +21,7 @@ from lightning_distkit.core.compression import matrix_rank
 from lightning_distkit.core.compression.error_memory import ErrorMemory
 from lightning_distkit.core.compression.factor_memory import FactorMemory
 from lightning_distkit.core.compression.hook import CommState
+from lightning_distkit.core.compression.low_rank import memory_order
 from lightning_distkit.core.compression.matrix_rank import MatrixRank
 from lightning_distkit.core.compression.mersenne import SeedSequence
 from lightning_distkit.core.compression.remainder import Remainder
@@ -110,7 +111,7 @@ class PowerSGDState(CommState):
         ):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
-        if wire_dtype not in _WIRE_DTYPES:
+        if not isinstance(wire_dtype, torch.dtype | str | None) or wire_dtype not in _WIRE_DTYPES:
             raise ValueError(f'wire_dtype must be "bf16", "fp16" or None, got {wire_dtype!r}; None sends all bits')
         if (use_error_feedback or warm_start) and start_powerSGD_iter < 2:
             raise ValueError(
@@ -171,9 +172,13 @@ class PowerSGDState(CommState):
                 f"this PowerSGDState is registered with another model, {type(other).__name__}; make one for each model"
             )
         self._module = weakref.ref(module)
+        self._order, self._positions, self._seen = [], {}, []  # since the last time a layer may have been unfrozen
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._places = {parameter: i for i, parameter in enumerate(self._names)}
         matrix_rank.check(self._matrix_rank, self._names.values())
+
+    def agreement(self) -> dict[str, Any]:
+        return {**{name: getattr(self, name) for name in _ARGUMENTS}, "iter": self.iter}
 
     # What is asked of it
 
@@ -322,6 +327,7 @@ class PowerSGDState(CommState):
                 **{name: getattr(self, name) for name in _COUNTERS},
                 **self.factors.state_dict(key),
                 "n_parameters": len(self._order),
+                "memory_order": {key[parameter]: memory_order(parameter) for parameter in errors},
                 "gradient_scale": self._gradient_scale,
                 "changed_rank": self._matrix_rank if self._rank_was_changed else None,
                 # As they are, not subtracted from the errors: the last bit must not depend on whether one saves.
@@ -336,8 +342,8 @@ class PowerSGDState(CommState):
         Raises:
             ValueError: it was saved with names and is loaded without, or the other way round, or for another model.
         """
-        if not {"shared", "error"} <= state.keys():
-            raise ValueError(f"this is not what state_dict() returned: it has the keys {list(state)}")
+        if not isinstance(state, Mapping) or not {"shared", "error"} <= state.keys() or "p" not in state["shared"]:
+            raise ValueError(f"this is not what state_dict() returned: {state!r:.100}")
         shared = state["shared"]
         keys = (*shared["p"], *shared["q"], *state["error"])
         named = any(isinstance(key, str) for key in keys)
@@ -381,8 +387,16 @@ class PowerSGDState(CommState):
                     f"the loaded error of the parameter {key!r} has shape {tuple(error.shape)}, the parameter "
                     f"{tuple(parameter.shape)}; load the checkpoint of this model"
                 )
+            if state["shared"]["memory_order"][key] != memory_order(parameter):
+                raise ValueError(
+                    f"the loaded error of the parameter {key!r} is of another memory format than the parameter: the "
+                    f"order of its dimensions in memory was {state['shared']['memory_order'][key]} and is "
+                    f"{memory_order(parameter)}; load before or after .to(memory_format=...), as it was saved"
+                )
             factors = state["shared"]["factors"].get(key, (None, None))
             self.errors.restore(parameter, Remainder(error, *factors).to(parameter.device))
+        if self._gradient_scale != state["shared"]["gradient_scale"]:  # set since it was loaded
+            self.errors.scale_(self._gradient_scale / state["shared"]["gradient_scale"])
 
     def __getstate__(self) -> dict[str, Any]:
         logger.warning("NOTE: Process group is not serializable and excluded from a saved state.")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -135,7 +136,8 @@ def test_what_was_learned_is_kept() -> None:
 def refused(kind: str) -> str:
     net = mlp(20, 30, 30, 10)
     model = DistributedDataParallel(net)
-    state = PowerSGDState(None, {"0.*": 1} if kind == "no pattern" else {"*": 1}, start_powerSGD_iter=2)
+    rank = {"no pattern": {"0.*": 1}, "no parameter": {"o.*": 1, "*": 2}}.get(kind, {"*": 1})
+    state = PowerSGDState(None, rank, start_powerSGD_iter=2)
     try:
         if kind == "no names":
             model.register_comm_hook(state, powerSGD_hook)
@@ -151,6 +153,7 @@ def refused(kind: str) -> str:
     ("kind", "says"),
     [
         ("no pattern", "0 steps: matrix_approximation_rank must say something about every parameter, but no pattern"),
+        ("no parameter", "0 steps: matrix_approximation_rank has the pattern 'o.*', which matches no parameter"),
         ("no names", "2 steps: matrix_approximation_rank={'*': 1} needs the parameters' names: attach the hook with"),
         ("batched", "2 steps: the batched hook takes a number or a schedule"),
     ],
@@ -158,3 +161,76 @@ def refused(kind: str) -> str:
 def test_what_cannot_be_is_said_on_every_rank(kind: str, says: str) -> None:
     for said in run_ranks(2, refused, kind):
         assert says in said
+
+
+def back_to_whole(hook: str, to: Any, with_inf: bool) -> tuple[float, list[float]]:
+    """What is left of the errors when r is such that nothing is compressed; and the sums' defect."""
+    net = mlp(20, 30, 30, 10)
+    model, state = powersgd(net, HOOKS[hook].hook, MANY_BUCKETS, min_compression_rate=2 if to == 16 else 1)
+    train(model, 6, 20)
+    off = []
+    state.matrix_approximation_rank = to
+    for step in range(3):
+        before = state.error_dict
+        model.zero_grad()
+        with own_gradients(net) as gradients:
+            x = torch.ones(8, 20) * (1 + step)
+            if with_inf and step == 0:
+                x[0, 0] = torch.inf
+            model(x).square().mean().backward()
+        after = state.error_dict
+        if with_inf and step == 0:
+            assert all(torch.equal(before[p], after[p]) for p in before)
+            continue
+        for parameter, error in before.items():
+            left = after.get(parameter, torch.zeros_like(error)).flatten()[: parameter.numel()]
+            came = error.flatten()[: parameter.numel()] + gradients[parameter].flatten()
+            mean = torch.stack([came - left, parameter.grad.flatten()])
+            dist.all_reduce(mean)
+            off.append(float((mean[0] - mean[1]).norm() / mean[1].norm()))
+    return sum(float(error.norm()) for error in state.error_dict.values()), off
+
+
+@pytest.mark.parametrize("with_inf", [False, True])
+@pytest.mark.parametrize(
+    ("hook", "to"), [("powersgd", 16), ("acp_sgd", 16), ("acp_sgd", {"*": 0}), ("powersgd", {0: 0})]
+)
+def test_a_layer_that_is_whole_again_gets_its_error_back(hook: str, to: Any, with_inf: bool) -> None:
+    for left, off in run_ranks(2, back_to_whole, hook, to, with_inf):
+        assert left == 0
+        assert off
+        assert max(off) < 1e-6
+
+
+def batched_back_to_whole() -> float:
+    model, state = powersgd(mlp(20, 30, 30, 10), HOOKS["batched_powersgd"].hook)
+    train(model, 6, 20)
+    state.matrix_approximation_rank = {0: 0}
+    train(model, 1, 20)
+    return sum(float(error.norm()) for error in state.error_dict.values())
+
+
+def test_a_bucket_that_is_whole_again_gets_its_error_back() -> None:
+    assert run_ranks(2, batched_back_to_whole) == [0.0, 0.0]
+
+
+def made_otherwise(on_rank_1: dict[str, Any]) -> str:
+    arguments = {"matrix_approximation_rank": 2, **(on_rank_1 if dist.get_rank() == 1 else {})}
+    try:
+        train(powersgd(mlp(20, 30, 10), HOOKS["acp_sgd"].hook, **arguments)[0], 3, 20)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("on_rank_1", "says"),
+    [
+        ({"matrix_approximation_rank": 3}, "matrix_approximation_rank is 2 on rank 0 and 3 on rank 1"),
+        ({"random_seed": 3}, "random_seed is 0 on rank 0 and 3 on rank 1"),
+        ({"wire_dtype": "bf16"}, "wire_dtype is None on rank 0 and torch.bfloat16 on rank 1"),
+    ],
+)
+def test_ranks_that_were_told_otherwise_are_told_so(on_rank_1: dict[str, Any], says: str) -> None:
+    for said in run_ranks(2, made_otherwise, on_rank_1):
+        assert said == "PowerSGDState must be made alike on every rank, but " + says

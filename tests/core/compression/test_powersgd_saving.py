@@ -132,3 +132,48 @@ def loads(kind: str) -> str:
 def test_a_state_of_something_else_is_refused(kind: str, says: str) -> None:
     for said in run_ranks(2, loads, kind):
         assert says in said
+
+
+def scale_before_the_first_step() -> tuple[float, float]:
+    net = mlp(20, 30, 30, 10)
+    model, state = powersgd(net)
+    state.gradient_scale = 1024.0
+    train(model, 5, 20)
+    loaded = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+    loaded.load_state_dict(state.state_dict())
+    loaded.gradient_scale = 2.0  # what a new GradScaler begins with, before the parameters are known
+    again = DistributedDataParallel(net)
+    attach(again, loaded, powerSGD_hook)
+    norm = sum(float(error.norm()) for error in state.error_dict.values())
+    again.zero_grad()
+    (again(torch.ones(1, 20)).sum() * 0).backward()
+    first = next(iter(net.parameters()))
+    return norm / 512, float((loaded.error_dict[first] + first.grad).norm() / state.error_dict[first].norm() * norm)
+
+
+def test_a_scale_that_is_set_after_loading_rescales_what_was_loaded() -> None:
+    for should_be, is_ in run_ranks(2, scale_before_the_first_step):
+        assert is_ == pytest.approx(should_be, rel=1e-4)
+
+
+def in_another_memory_format() -> str:
+    def conv(memory_format: torch.memory_format) -> Any:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3)).to(memory_format=memory_format)
+        return powersgd(net)
+
+    model, state = conv(torch.contiguous_format)
+    other, loaded = conv(torch.channels_last)
+    for _ in range(3):
+        model(torch.randn(2, 8, 5, 5)).sum().backward()
+    loaded.load_state_dict(state.state_dict())
+    try:
+        other(torch.randn(2, 8, 5, 5)).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_another_memory_format_is_refused() -> None:
+    for said in run_ranks(2, in_another_memory_format):
+        assert "the order of its dimensions in memory was (0, 1, 2, 3) and is (0, 2, 3, 1)" in said
