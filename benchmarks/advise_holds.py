@@ -3,8 +3,8 @@
     python -m benchmarks.advise_holds
 
 Two ranks on loopback and on two hosts at 200 Mbit/s (that needs root). First the advice, as the command gives it; then
-`powersgd_step`'s own measurement of the same hooks, side by side. JSON lines, and a line a model and network: the
-verdict, the hook that was measured fastest, and how far the predicted steps were from the measured ones.
+trainings with each hook, one after the other, as `powersgd_step` measures a step. JSON lines, and a line a model and
+network: the verdict, the hook that was measured fastest, and how far the predicted steps were from the measured ones.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.hosts import Host, run_on, why_not
 from benchmarks.models import MODELS, batches
-from benchmarks.powersgd_step import NETWORKS, Arm, compare, merge
+from benchmarks.powersgd_step import NETWORKS, Arm, Sample, compare, merge
 from lightning_distkit.cli.advise import CANDIDATES, NOTHING, Trial, try_all, verdict
 from lightning_distkit.cli.subject import Step, Subject
 
@@ -41,11 +41,16 @@ def advice(host: Host, model: str, n_steps: int, n_rounds: int) -> list[Trial]:
     return try_all(subject(model), CANDIDATES, torch.device("cpu"), n_steps=n_steps, n_rounds=n_rounds)
 
 
+def trainings(host: Host, model: str, n_steps: int) -> list[list[Sample]]:
+    """One at a time, as a user trains: beside others each would find the caches and the memory full of theirs."""
+    return [compare(host, model, [arm], 1, n_steps)[0] for arm in ARMS]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["mlp", "transformer"])
     parser.add_argument("--network", choices=NETWORKS, nargs="+", default=["loopback", "200mbit"])
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each hook when measured")
+    parser.add_argument("--steps", type=int, default=10, help="that are measured with each hook")
     chosen = parser.parse_args()
     for network in chosen.network:
         if network != "loopback" and (reason := why_not()):
@@ -54,7 +59,7 @@ def main() -> None:
         for model in chosen.model:
             with NETWORKS[network]() as hosts:
                 trials = run_on(hosts, 2, advice, model, 5, 2, timeout=900)[0]
-                ranks = run_on(hosts, 2, compare, model, ARMS, chosen.rounds, 3, timeout=900)
+                ranks = run_on(hosts, 2, trainings, model, chosen.steps, timeout=900)
             measured = {}
             for candidate, *of_arm in zip(CANDIDATES, *ranks, strict=True):
                 turns = [merge(turn, 2 // len(hosts)) for turn in zip(*of_arm, strict=True)]

@@ -225,7 +225,7 @@ def verdict(trials: Sequence[Trial]) -> list[str]:
     gentler = [
         trial
         for trial in hooks
-        if trial.relative_error < fastest.relative_error and trial.step_ms < 1.1 * fastest.step_ms
+        if trial.relative_error < 0.9 * fastest.relative_error and trial.step_ms < 1.1 * fastest.step_ms
     ]
     if gentler:
         best = min(gentler, key=lambda trial: trial.relative_error)
