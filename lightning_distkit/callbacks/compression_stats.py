@@ -33,8 +33,8 @@ class CompressionStatsLogger(Callback):
     ===============================  ================================================================================
 
     Numbers per step are means since the last time; bytes and times are those of rank 0. On CUDA the times are those of
-    launching. At other steps nothing is done; at a logged one, each compressed layer takes one copy and two products
-    more, and all together one small message.
+    launching. At other steps nothing is done; at a logged one each compressed layer is copied and multiplied twice
+    more, and there is one small message.
 
     Args:
         every_n_steps: optimizer steps between two logs.
