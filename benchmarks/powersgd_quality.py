@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,6 @@ from lightning_distkit.core.compression import HOOKS, attach, ledger_of
 RANKS = 2
 WARM_UP = 0.1  # share of the steps that are not compressed
 N_VALIDATIONS = 8
-Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -60,25 +59,22 @@ class Curve:
     losses: list[float]
 
 
-class Job:
-    """A model with its data, optimizer and loss."""
+class Job(Protocol):
+    """A model with its data, optimizer and loss; what a batch is, is its own affair."""
 
     n_steps: int
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: torch.optim.lr_scheduler.LRScheduler
 
-    def batches(self) -> Batches:
-        raise NotImplementedError
+    def batches(self) -> Iterator[Any]: ...
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        raise NotImplementedError
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
 
-    def validation(self) -> list[Any]:
-        raise NotImplementedError
+    def validation(self) -> list[Any]: ...
 
 
-class Text(Job):
+class Text:
     """The demo: a small GPT reads Python."""
 
     def __init__(self, n_steps: int, seed: int) -> None:
@@ -98,7 +94,7 @@ class Text(Job):
         return list(self.held_out.split(32))
 
 
-class Digits(Job):
+class Digits:
     """1797 images of 8 x 8; a perceptron of three layers."""
 
     def __init__(self, n_steps: int, seed: int) -> None:

@@ -17,7 +17,8 @@ from lightning_distkit import CommHookDDPStrategy, PowerSGDDDPStrategy
 from lightning_distkit.callbacks import CompressionStatsLogger
 from lightning_distkit.core.compression import HOOKS, PowerSGDState, attach, ledger_of
 
-# Network namespaces need root and iproute2: without them there is no device whose counter is ours alone to read.
+# Network namespaces need root and iproute2: without them there is no device whose counter is ours alone to read, and a
+# shared one's would prove nothing. So these tests skip, with what is missing as the reason; as root they all run.
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
 
 # Large factors: an all-reduce costs gloo about 1.6 kB beside its payload, which is 66 kB or more here.

@@ -156,8 +156,7 @@ class PowerSGDState(CommState):
         self.next_stats_report = 0
         self._rank_was_changed = False
         self._gradient_scale = 1.0
-        self._order: list[Tensor] = []  # all parameters in the module's order, once seen
-        self._positions: dict[Tensor, int] = {}  # in that order
+        self._positions: dict[Tensor, int] = {}  # of all parameters, in the module's order, once seen
         self._module: weakref.ref[nn.Module] | None = None
         self._names: dict[Tensor, str] = {}
         self._places: dict[Tensor, int] = {}
@@ -172,7 +171,7 @@ class PowerSGDState(CommState):
                 f"this PowerSGDState is registered with another model, {type(other).__name__}; make one for each model"
             )
         self._module = weakref.ref(module)
-        self._order, self._positions, self._seen = [], {}, []  # since the last time a layer may have been unfrozen
+        self._positions, self._seen = {}, []  # since the last time a layer may have been unfrozen
         self._names = {parameter: name for name, parameter in module.named_parameters()}
         self._places = {parameter: i for i, parameter in enumerate(self._names)}
         matrix_rank.check(self._matrix_rank, self._names.values())
@@ -287,18 +286,18 @@ class PowerSGDState(CommState):
     # Saving and loading
 
     def observe(self, bucket: GradBucket) -> bool:
-        if not self._order:
+        if not self._positions:
             if bucket.index() == 0:
                 self._seen = []
             self._seen.append(bucket.parameters())
             if bucket.is_last():
                 # DDP makes its first buckets of the module's parameters in order, and hands out the last one first.
-                self._order = [parameter for parameters in reversed(self._seen) for parameter in parameters]
-                self._positions = {parameter: i for i, parameter in enumerate(self._order)}
+                in_order = [parameter for parameters in reversed(self._seen) for parameter in parameters]
+                self._positions = {parameter: i for i, parameter in enumerate(in_order)}
                 self._seen = []
                 if self._orphans:
                     orphans, self._orphans = self._orphans, {}
-                    self._adopt(orphans, dict(enumerate(self._order)))
+                    self._adopt(orphans, dict(enumerate(self._positions)))
         return not self._orphans
 
     def state_dict(self, names: Mapping[Tensor, str] | None = None) -> dict[str, Any]:
@@ -326,7 +325,7 @@ class PowerSGDState(CommState):
             "shared": {
                 **{name: getattr(self, name) for name in _COUNTERS},
                 **self.factors.state_dict(key),
-                "n_parameters": len(self._order),
+                "n_parameters": len(self._positions),
                 "memory_order": {key[parameter]: memory_order(parameter) for parameter in errors},
                 "gradient_scale": self._gradient_scale,
                 "changed_rank": self._matrix_rank if self._rank_was_changed else None,
@@ -361,18 +360,18 @@ class PowerSGDState(CommState):
         self.errors = ErrorMemory()
         if names is not None:
             self._adopt(state, {name: parameter for parameter, name in names.items()})
-        elif self._order:
-            self._adopt(state, dict(enumerate(self._order)))
+        elif self._positions:
+            self._adopt(state, dict(enumerate(self._positions)))
         else:
             self._orphans = dict(state)
 
     def _adopt(self, state: Mapping[str, Any], parameters: Mapping[Any, Tensor]) -> None:
         """Give each loaded tensor to its parameter."""
         n_saved = state["shared"]["n_parameters"]
-        if n_saved and self._order and n_saved != len(self._order):
+        if n_saved and self._positions and n_saved != len(self._positions):
             raise ValueError(
                 f"the loaded compression state is of a model with {n_saved} trainable parameters, this one has "
-                f"{len(self._order)}; load the checkpoint of this model"
+                f"{len(self._positions)}; load the checkpoint of this model"
             )
 
         keys = {*state["shared"]["p"], *state["shared"]["q"], *state["error"]}
