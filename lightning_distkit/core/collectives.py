@@ -7,6 +7,7 @@ its end, or keep several under way with `Rounds`.
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -83,16 +84,23 @@ class Group:
             dist.gather(tensor, gathered, group=self.process_group, group_dst=0)
         return gathered
 
-    def agree(self, what: str, values: dict[str, Any]) -> None:
+    def agree(self, what: str, values: dict[str, Any], device: torch.device) -> None:
         """Raise a ValueError on every rank, if these are not the same on all.
 
-        Not counted: it belongs to no step.
+        Not counted: it belongs to no step. The messages are tensors on ``device``, and not objects, whose gathering
+        takes the current CUDA device: with NCCL that is the same one for all ranks, unless somebody has set it.
         """
         if self.world_size == 1 or not values:
             return
-        of_ranks: list[dict[str, Any]] = [{} for _ in range(self.world_size)]
+        mine = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
+        longest = torch.tensor([mine.numel()], device=device)
         with self._naming_the_cause():
-            dist.all_gather_object(of_ranks, values, group=self.process_group)
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.process_group)
+            padded = torch.zeros(int(longest), dtype=torch.uint8, device=device)
+            padded[: mine.numel()] = mine.to(device)
+            gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.all_gather(gathered, padded, group=self.process_group)
+        of_ranks = [pickle.loads(bytes(each.tolist())) for each in gathered]  # a pickle tells where it ends
         for rank, others in enumerate(of_ranks):
             for name in values:
                 if others[name] != of_ranks[0][name]:

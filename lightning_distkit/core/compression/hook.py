@@ -88,7 +88,7 @@ class CommState:
             # A parameter comes again before the last bucket came: a backward raised half-way. Its sums are of no use.
             self._forget()
         if not self._is_agreed:
-            rounds.group.agree(type(self).__name__, self.agreement())
+            rounds.group.agree(type(self).__name__, self.agreement(), bucket.buffer().device)
             self._is_agreed = True
         if not self._parameters and self._is_to_measure:
             self.measurement = Measurement()
