@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_distkit.cli.subject import Subject, load_subject
+from lightning_distkit.cli.world import world
 from lightning_distkit.core.compression import HOOKS, CommState, attach
 from lightning_distkit.core.compression.measurement import total
 
@@ -99,16 +100,12 @@ def advise(
     warnings.filterwarnings("ignore", module="lightning")  # a module that logs, without a Trainer
     device = _device(accelerator)
     subject = load_subject(model, batch, device)
-    # The group must outlive an error on one rank only as long as the others need to see it.
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
+    with world(device):
         link = measure_link(device)
         trials = try_all(subject, CANDIDATES, device, n_steps=steps, n_rounds=rounds)
         if dist.get_rank() == 0:
             report = _as_json if json_lines else _on_screen
             report(link, subject, trials)
-    finally:
-        dist.destroy_process_group()
 
 
 def _device(accelerator: str) -> torch.device:
