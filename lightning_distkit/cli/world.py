@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  before there is a group, see below
+import torch.distributed.nn.functional
 
 
 @contextmanager

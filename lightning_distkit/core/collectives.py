@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 from time import perf_counter
 from typing import Any, TypeVar
@@ -19,7 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_distkit.core import point_to_point
 from lightning_distkit.core.ledger import Ledger
+
+# torch 2.13 has new names for these, and warns about the old ones.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class PeerError(RuntimeError):
@@ -54,15 +60,61 @@ class Group:
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         self.world_size = dist.get_world_size(process_group) if process_group is not None else 1
 
-    def all_reduce(self, tensor: Tensor) -> Pending:
-        """Start to sum ``tensor`` over the ranks, in place.
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+        """Start to sum ``tensor`` over the ranks, in place, or to reduce it by another operation.
 
         Counted as `ring_nbytes`.
         """
         if self.world_size == 1 or tensor.numel() == 0:
             return Pending(self, None)
         self.ledger.add(nbytes=self.ring_nbytes(tensor.nbytes), n_messages=1)
-        return Pending(self, dist.all_reduce(tensor, group=self.process_group, async_op=True))
+        return Pending(self, dist.all_reduce(tensor, op, group=self.process_group, async_op=True))
+
+    def reduce_scatter_(self, shards: Sequence[Tensor]) -> Pending:
+        """Start to sum each rank's shard over the ranks, in place: of the result this rank has ``shards[rank]``.
+
+        What is in the other shards afterwards means nothing.
+
+        Args:
+            shards: one for each rank, the pieces of one contiguous tensor in order; some may be longer than others, and
+                some empty, but alike on every rank.
+        """
+        if self.world_size == 1 or not any(shard.numel() for shard in shards):
+            return Pending(self, None)
+        self._count([shard for rank, shard in enumerate(shards) if rank != self.rank])
+        if shards[0].device.type == "cpu":
+            return Pending(self, point_to_point.reduce_scatter_(shards, self.rank, self._processes))
+        if len({shard.numel() for shard in shards}) > 1:  # one reduction for each rank, launched as one kernel
+            work = dist.reduce_scatter(shards[self.rank], list(shards), group=self._processes, async_op=True)
+        else:
+            # NCCL sums in place where the output is the rank's own part of the input.
+            work = _reduce_scatter(shards[self.rank], _whole(shards), group=self._processes, async_op=True)
+        return Pending(self, work)
+
+    def all_gather_(self, shards: Sequence[Tensor]) -> Pending:
+        """Start to fill ``shards`` on every rank with the shards of their owners, in place.
+
+        Args:
+            shards: as for `reduce_scatter_`.
+        """
+        if self.world_size == 1 or not any(shard.numel() for shard in shards):
+            return Pending(self, None)
+        self._count([shards[self.rank]] * (self.world_size - 1))
+        if shards[0].device.type == "cpu":
+            return Pending(self, point_to_point.all_gather_(shards, self.rank, self._processes))
+        if len({shard.numel() for shard in shards}) > 1:
+            work = dist.all_gather(list(shards), shards[self.rank], group=self._processes, async_op=True)
+        else:
+            work = _all_gather(_whole(shards), shards[self.rank], group=self._processes, async_op=True)
+        return Pending(self, work)
+
+    def _count(self, sent: Sequence[Tensor]) -> None:
+        self.ledger.add(nbytes=sum(shard.nbytes for shard in sent), n_messages=1)
+
+    @property
+    def _processes(self) -> dist.ProcessGroup:
+        assert self.process_group is not None
+        return self.process_group
 
     def ring_nbytes(self, nbytes: int) -> int:
         """What each rank sends in a ring all-reduce of so many bytes: ``2 (W - 1) / W`` of them, W the world size.
@@ -70,6 +122,29 @@ class Group:
         gloo and, for large tensors, NCCL do just that.
         """
         return 2 * (self.world_size - 1) * nbytes // self.world_size
+
+    def broadcast_(self, tensor: Tensor) -> Pending:
+        """Start to give every rank rank 0's ``tensor``, in place. Not counted: it belongs to no step."""
+        if self.world_size == 1 or tensor.numel() == 0:
+            return Pending(self, None)
+        return Pending(self, dist.broadcast(tensor, group=self.process_group, group_src=0, async_op=True))
+
+    def meet(self, what: str, timeout: timedelta = timedelta(minutes=1)) -> None:
+        """Wait until every rank has called ``what``, and raise a RuntimeError that names the missing ones if not.
+
+        Before a collective that users call themselves: the messages of one that a single rank has called would be
+        taken for those of whatever the others do next. With a backend other than gloo nothing is asked, and the
+        collective itself ends in an error after the group's timeout.
+        """
+        if self.world_size == 1 or dist.get_backend(self.process_group) != "gloo":
+            return
+        try:
+            dist.monitored_barrier(self.process_group, timeout=timeout, wait_all_ranks=self.rank == 0)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{what} must be called on every rank, as each has a part of what it returns; rank {self.rank} called "
+                f"it, and others did not within {timeout.total_seconds():g} s: {error}"
+            ) from error
 
     def gather(self, tensor: Tensor) -> list[Tensor] | None:
         """Every rank's ``tensor`` (one shape for all), in the order of ranks, on rank 0; None on the others.
@@ -87,20 +162,9 @@ class Group:
     def agree(self, what: str, values: dict[str, Any], device: torch.device) -> None:
         """Raise a ValueError on every rank, if these are not the same on all.
 
-        Not counted: it belongs to no step. The messages are tensors on ``device``, and not objects, whose gathering
-        takes the current CUDA device: with NCCL that is the same one for all ranks, unless somebody has set it.
+        Not counted: it belongs to no step.
         """
-        if self.world_size == 1 or not values:
-            return
-        mine = torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
-        longest = torch.tensor([mine.numel()], device=device)
-        with self._naming_the_cause():
-            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.process_group)
-            padded = torch.zeros(int(longest), dtype=torch.uint8, device=device)
-            padded[: mine.numel()] = mine.to(device)
-            gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-            dist.all_gather(gathered, padded, group=self.process_group)
-        of_ranks = [pickle.loads(bytes(each.tolist())) for each in gathered]  # a pickle tells where it ends
+        of_ranks = self.everyones(values, device) if values else []
         for rank, others in enumerate(of_ranks):
             for name in values:
                 if others[name] != of_ranks[0][name]:
@@ -108,6 +172,41 @@ class Group:
                         f"{what} must be made alike on every rank, but {name} is {of_ranks[0][name]!r} on rank 0 and "
                         f"{others[name]!r} on rank {rank}"
                     )
+
+    def refuse_together(self, refusal: str | None, device: torch.device) -> None:
+        """Raise a ValueError on every rank, if one of them refuses something: before anything was changed on any."""
+        refusals = [f"{each} (rank {rank})" for rank, each in enumerate(self.everyones(refusal, device)) if each]
+        if refusals:
+            raise ValueError(refusal or refusals[0])
+
+    def everyones(self, value: Any, device: torch.device) -> list[Any]:
+        """What every rank gave, in the order of ranks, the same on all; not counted.
+
+        The messages are tensors on ``device``, and not objects, whose gathering takes the current CUDA device: with
+        NCCL that is the same one for all ranks, unless somebody has set it.
+        """
+        if self.world_size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        longest = torch.tensor([mine.numel()], device=device)
+        with self._naming_the_cause():
+            dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.process_group)
+            padded = torch.zeros(int(longest), dtype=torch.uint8, device=device)
+            padded[: mine.numel()] = mine.to(device)
+            gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
+            dist.all_gather(gathered, padded, group=self.process_group)
+        return [pickle.loads(bytes(each.tolist())) for each in gathered]  # a pickle tells where it ends
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Give rank ``to`` a tensor that it will `receive`; blocks. Not counted: it belongs to no step."""
+        with self._naming_the_cause():
+            dist.send(tensor, group=self.process_group, group_dst=to)
+
+    def receive(self, tensor: Tensor, sender: int) -> Tensor:
+        """Fill ``tensor`` with what rank ``sender`` sends; blocks."""
+        with self._naming_the_cause():
+            dist.recv(tensor, group=self.process_group, group_src=sender)
+        return tensor
 
     @contextmanager
     def _naming_the_cause(self) -> Iterator[None]:
@@ -118,10 +217,15 @@ class Group:
             raise PeerError(what_happened(error, self.rank, self.world_size)) from error
 
 
+def _whole(shards: Sequence[Tensor]) -> Tensor:
+    """The contiguous tensor whose pieces ``shards`` are."""
+    return shards[0].as_strided((sum(shard.numel() for shard in shards),), (1,))
+
+
 class Pending:
     """A collective under way."""
 
-    def __init__(self, group: Group, work: dist.Work | None) -> None:
+    def __init__(self, group: Group, work: dist.Work | point_to_point.Exchange | None) -> None:
         self._group = group
         self._work = work
 

@@ -1,0 +1,9 @@
+"""Optimizer state, then gradients, then parameters sharded over the ranks: the three stages of ZeRO.
+
+Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+https://arxiv.org/abs/1910.02054.
+"""
+
+from lightning_distkit.core.zero.gradients import shard_gradients as shard_gradients
+from lightning_distkit.core.zero.optimizer import ELEMENTWISE as ELEMENTWISE
+from lightning_distkit.core.zero.optimizer import ZeroOptimizer as ZeroOptimizer

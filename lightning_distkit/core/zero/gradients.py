@@ -1,0 +1,272 @@
+"""Whole gradients become this rank's shards of their means: at the step (stage 1), or while backward runs (stage 2).
+
+Source: Rajbhandari et al., 2020, "ZeRO", https://arxiv.org/abs/1910.02054, sections 5.1 and 5.2.
+
+One pass over all buckets, in one order, is a *round*; every rank makes the same rounds. A gradient that a rank does not
+have counts as zero, and with each parameter's gradient travels a flag that says whether it was there, so a parameter
+that no rank has used is left alone, as without ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.zero.bucket import Bucket, in_memory_order
+
+if TYPE_CHECKING:
+    from lightning_distkit.core.zero.optimizer import ZeroOptimizer
+
+IN_FLIGHT = 2  # buckets whose reduction is under way at once
+
+
+class Reduction:
+    """The gradients of one bucket on their way to their owners.
+
+    On CUDA the packing runs on the current stream, the collective waits for that, and who waits for the collective
+    orders its own stream behind it.
+    """
+
+    def __init__(self, bucket: Bucket, group: Group) -> None:
+        self._bucket = bucket
+        self._used = {param: param.grad is not None for param in bucket.params}
+        layout = bucket.layout
+        of_owner = [layout.of(owner) for owner in range(group.world_size)]
+        # Behind each rank's shard: one flag for each of its pieces.
+        self._parts = bucket.flat.new_empty(layout.numel + len(layout.pieces)).split(
+            [split + len(pieces) for split, pieces in zip(layout.splits, of_owner, strict=True)]
+        )
+        for part, split, pieces in zip(self._parts, layout.splits, of_owner, strict=True):
+            for piece in pieces:
+                param = bucket.params[piece.index]
+                target = part[piece.at : piece.at + piece.end - piece.begin]
+                if param.grad is None:
+                    target.zero_()
+                else:
+                    # Divided before the sum, as DDP does: in half precision the sum of all might overflow.
+                    grad = in_memory_order(_dense(param.grad), param)[piece.begin : piece.end]
+                    torch.mul(grad, 1 / group.world_size, out=target)
+            flags = [float(self._used[bucket.params[piece.index]]) for piece in pieces]
+            part[split:] = 1.0 if all(flags) else part.new_tensor(flags)
+        self._pending = group.reduce_scatter_(self._parts)
+
+    def finish(self) -> None:
+        """Wait, and add what came to the shard's gradient."""
+        self._pending.wait()
+        bucket, rank = self._bucket, self._bucket.rank
+        grads, flags = self._parts[rank].tensor_split([bucket.layout.splits[rank]])
+        if bucket.shard_grad is None:
+            bucket.shard_grad = grads.clone()  # the packed gradients of all ranks' shards are not kept
+        else:
+            bucket.shard_grad += grads
+        mine = [bucket.params[piece.index] for piece in bucket.layout.of(rank)]
+        if not all(self._used[param] for param in mine):  # or else nobody needs to know, nor wait for the device
+            self._used.update(zip(mine, (flag > 0 for flag in flags.tolist()), strict=True))
+        bucket.set_gradients(self._used)
+
+
+def _dense(grad: Tensor) -> Tensor:
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"ZeRO needs dense gradients, got one of layout {grad.layout}; make the embedding with sparse=False"
+        )
+    return grad
+
+
+class Round:
+    """Reductions started in the order of the buckets, at most `IN_FLIGHT` of them under way."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._under_way: deque[Reduction] = deque()
+
+    def start(self, bucket: Bucket) -> None:
+        if len(self._under_way) == IN_FLIGHT:
+            self._under_way.popleft().finish()
+        self._under_way.append(Reduction(bucket, self._group))
+
+    def finish(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().finish()
+
+
+class WholeGradients:
+    """Stage 1: whole gradients stay where autograd puts them, and are reduced when the shards' are asked for.
+
+    So accumulation is local and sends nothing, however many backwards a step has.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.buckets: list[Bucket] = []
+        self._reduced: list[tuple[int, int] | None] | None = None
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets += buckets
+        self._reduced = None
+
+    def reduce(self) -> None:
+        """Bring the gradients of the shards up to date; does nothing if no gradient has changed since."""
+        if self._reduced == (versions := self._versions()):
+            return
+        self.clear()
+        whole = Round(self.group)
+        for bucket in self.buckets:
+            whole.start(bucket)
+        whole.finish()
+        self._reduced = versions
+
+    def clear(self) -> None:
+        self._reduced = None
+        for bucket in self.buckets:
+            bucket.clear_gradients()
+
+    def remove(self) -> None:
+        """Leave the parameters as if this had never been."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing to do: nothing is sent before the step."""
+        yield
+
+    def _versions(self) -> list[tuple[int, int] | None]:
+        grads = (param.grad for bucket in self.buckets for param in bucket.params)
+        return [None if grad is None else (id(grad), grad._version) for grad in grads]
+
+
+class ShardedGradients:
+    """Stage 2: as soon as backward has filled a bucket it is reduced, and its whole gradients are freed.
+
+    Each backward that reaches a parameter makes whole rounds, as many as it takes until no whole gradient is left: one,
+    unless a parameter gets its gradient in parts (reentrant checkpointing). Buckets leave in one order on every rank,
+    that in which they were ready on rank 0 in the first backward; those that this rank has no gradients for, too.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._sync = True
+        self._n_rounds = 0  # since the gradients were cleared
+        self._round = Round(group)
+        self._n_started = 0  # buckets of the round under way
+        self._missing: dict[Bucket, set[Tensor]] = {}  # parameters whose gradients the round under way waits for
+        self._ready: list[Bucket] = []  # in the order in which they were
+        self._in_order = False
+        self._backwards: set[int] = set()  # those at whose end a round is to be finished
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets += buckets
+        self._bucket_of.update({param: bucket for bucket in buckets for param in bucket.params})
+        self._hooks += [
+            param.register_post_accumulate_grad_hook(self._arrived) for bucket in buckets for param in bucket.params
+        ]
+        self._begin()
+        self._in_order = False
+        self._n_rounds = 0  # they may have gradients already, on some rank
+
+    def reduce(self) -> None:
+        """Bring the gradients of the shards up to date: backward has, unless it reached nothing on this rank."""
+        if self._n_rounds == 0 or any(param.grad is not None for param in self._bucket_of):
+            self._finish_round()
+
+    def clear(self) -> None:
+        self._round.finish()
+        self._begin()
+        self._n_rounds = 0
+        self._backwards.clear()
+        for bucket in self.buckets:
+            bucket.clear_gradients()
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within this, whole gradients are accumulated, and nothing is sent until the first backward after it."""
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def _begin(self) -> None:
+        self._n_started = 0
+        self._missing = {bucket: {param for param in bucket.params if param.requires_grad} for bucket in self.buckets}
+        self._ready = []
+
+    def _arrived(self, param: Tensor) -> None:
+        if not self._sync:
+            return
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._backwards:
+            self._backwards.add(backward)
+            Variable._execution_engine.queue_callback(partial(self._end_of_backward, backward))
+        bucket = self._bucket_of[param]
+        missing = self._missing[bucket]
+        if param in missing:
+            missing.remove(param)
+            if not missing:
+                self._ready.append(bucket)
+        while self._n_started < len(self.buckets) and not self._missing[self.buckets[self._n_started]]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket = self.buckets[self._n_started]
+        self._n_started += 1
+        self._round.start(bucket)
+        for param in bucket.params:
+            param.grad = None
+
+    def _end_of_backward(self, backward: int) -> None:
+        self._backwards.discard(backward)
+        if self._backwards:  # this one ran inside another: reentrant checkpointing
+            return
+        self._finish_round()
+        while any(param.grad is not None for param in self._bucket_of):
+            self._finish_round()
+
+    def _finish_round(self) -> None:
+        ready = self._ready
+        while self._n_started < len(self.buckets):
+            self._start_next()
+        self._round.finish()
+        self._begin()
+        self._n_rounds += 1
+        if not self._in_order:
+            self._agree_on_order(ready)
+
+    def _agree_on_order(self, ready: list[Bucket]) -> None:
+        """From now on buckets leave in the order in which rank 0 had them ready."""
+        self._in_order = True
+        order = ready + [bucket for bucket in self.buckets if bucket not in ready]
+        device = self.buckets[0].flat.device
+        indices = torch.tensor([self.buckets.index(bucket) for bucket in order], device=device)
+        self.group.broadcast_(indices).wait()
+        self.buckets[:] = [self.buckets[index] for index in indices.tolist()]
+
+
+def shard_gradients(optimizer: ZeroOptimizer) -> ZeroOptimizer:
+    """Stage 2: from now on the gradients of ``optimizer``'s parameters are reduced while backward runs, and freed.
+
+    What is left after a backward is this rank's shard, in which further backwards accumulate. ``param.grad`` is None
+    then; norms and clipping are the optimizer's.
+
+    Args:
+        optimizer: made alike on every rank; it is changed in place.
+
+    Returns:
+        the same optimizer.
+    """
+    optimizer.use_gradients(ShardedGradients(optimizer.group))
+    return optimizer

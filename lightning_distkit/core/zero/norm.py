@@ -1,0 +1,46 @@
+"""The norm of gradients that are spread over ranks, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from lightning_distkit.core.collectives import Group
+
+
+def total(grads: Sequence[Tensor], norm_type: float, group: Group, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The norm of all ranks' ``grads`` as one vector: a scalar, the same on every rank.
+
+    Args:
+        grads: this rank's, which may be none.
+        norm_type: above 0; may be infinite.
+        dtype: of the result, the same on every rank.
+
+    Raises:
+        ValueError: another norm_type.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, or infinite, got {norm_type}")
+    mine = get_total_norm(list(grads), norm_type).to(device, dtype)
+    if math.isinf(norm_type):
+        group.all_reduce(mine, dist.ReduceOp.MAX).wait()
+        return mine
+    powers = mine**norm_type
+    group.all_reduce(powers).wait()
+    return powers ** (1 / norm_type)
+
+
+def clip_(params: Sequence[Tensor], max_norm: float, norm: Tensor, error_if_nonfinite: bool) -> None:
+    """Scale the gradients of ``params`` so that the whole norm, which is ``norm``, is at most ``max_norm``.
+
+    Raises:
+        RuntimeError: on every rank, if the norm is not finite and that is to be an error.
+    """
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(f"the norm of all gradients must be finite to clip by it, got {norm.item()}")
+    clip_grads_with_norm_(list(params), max_norm, norm)

@@ -1,0 +1,335 @@
+"""ZeRO stage 1: each rank keeps the optimizer's state of its shard only, steps that, and gets the rest from the others.
+
+Source: Rajbhandari et al., 2020, "ZeRO", https://arxiv.org/abs/1910.02054, section 5.1.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import reduce
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.zero import norm
+from lightning_distkit.core.zero.bucket import Bucket, balanced, slices, whole_parameters
+from lightning_distkit.core.zero.gradients import WholeGradients
+from lightning_distkit.core.zero.state import gathered_state, load_whole_state, part_of_state
+
+logger = logging.getLogger(__name__)
+
+# Each element's step depends on that element's gradient and state alone, so any slice may be stepped on its own.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD),
+)
+REFUSED = {
+    torch.optim.LBFGS: "its step evaluates the loss again and again, with inner products over all parameters",
+    torch.optim.SparseAdam: "it is for sparse gradients",
+}
+
+
+class Gradients(Protocol):
+    """How whole gradients become those of the shards: stage 1's way, or stage 2's."""
+
+    buckets: list[Bucket]
+
+    def add(self, buckets: Sequence[Bucket]) -> None: ...
+    def reduce(self) -> None: ...
+    def clear(self) -> None: ...
+    def remove(self) -> None: ...
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+class ZeroOptimizer(Optimizer):
+    """An optimizer whose state is sharded over the ranks; gradients are averaged by `step`, as DDP would have done.
+
+    The module is used as it is, without a wrapper. Its trained parameters become views of flat buckets, with rank 0's
+    values; whoever moves or replaces them afterwards (``module.to(...)``) gets an error at the next step.
+    ``param_groups`` are the user's, with whole parameters, and may be changed by schedulers as ever.
+
+    Every method but `zero_grad` and `no_sync` is collective: to be called on every rank.
+
+    Args:
+        optimizer: a torch optimizer, or a class of one, of which one is then made with ``params`` and ``arguments``.
+            One whose class is in `ELEMENTWISE` steps slices of parameters. Of any other, each rank steps whole
+            parameters, so that what a step computes is what it would be on one device.
+        params: parameters or param groups, if ``optimizer`` is a class.
+        group: the ranks; by default all, or a world of one where torch.distributed is not initialized.
+        bucket_cap_mb: MiB that travel together.
+        elementwise: whether slices may be stepped; by default as the class says.
+
+    Raises:
+        TypeError: an optimizer that cannot be sharded.
+        ValueError: parameters that differ between the ranks, that lie on several types of device or on none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | type[Optimizer],
+        params: Iterable[Any] | None = None,
+        group: dist.ProcessGroup | Group | None = None,
+        *,
+        bucket_cap_mb: float = 25,
+        elementwise: bool | None = None,
+        **arguments: Any,
+    ) -> None:
+        users = _made(optimizer, params, arguments)
+        if bucket_cap_mb <= 0:
+            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
+        self.group = _group(group)
+        self.elementwise = type(users) in ELEMENTWISE if elementwise is None else elementwise
+        self._bucket_cap = bucket_cap_mb * 2**20
+        self._loads = [0] * self.group.world_size  # numel that each rank steps, where parameters are whole
+        self._gradients: Gradients = WholeGradients(self.group)
+        self._pieces: dict[Tensor, Tensor] = {}
+        self._users = users
+        # The one that steps: the same class and settings, with this rank's pieces for parameters.
+        self._inner = copy.copy(users)
+        self._inner.__dict__.pop("step", None)  # a scheduler's wrapper around the step of the user's
+        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+        self._check(users.param_groups)
+        state, users.state = users.state, defaultdict(dict)
+        super().__init__(users.param_groups, users.defaults)
+        # The very list, so that a scheduler made for either has its effect on both.
+        self.param_groups = users.param_groups
+        self.state = self._inner.state
+        self._take_up()
+        if not self.elementwise and elementwise is None:
+            logger.info("%s may need whole matrices: each rank steps whole parameters", type(users).__name__)
+        self.load_state(state)
+
+    # -- what is trained
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which they travel."""
+        return self._gradients.buckets
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer of this rank's pieces."""
+        return self._inner
+
+    def piece(self, param: Tensor) -> Tensor | None:
+        """What this rank steps of ``param``: flat, or in its own shape if it is whole. None if that is nothing."""
+        return self._pieces.get(param)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, at any time and alike on every rank."""
+        super().add_param_group(param_group)
+        if self.param_groups is self._users.param_groups:  # else torch's constructor adds them one by one
+            self._take_up()
+
+    def use_gradients(self, gradients: Gradients) -> None:
+        """Change how gradients are reduced; those that there are are dropped."""
+        self.zero_grad()
+        buckets = self.buckets
+        self._gradients.remove()
+        self._gradients = gradients
+        gradients.add(buckets)
+
+    def _check(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        params = [param for group in param_groups for param in group["params"]]
+        devices = {str(param.device.type) for param in params}
+        if len(devices) > 1 or "meta" in devices:
+            raise ValueError(
+                f"the parameters must be on one type of device, and not on meta, got {', '.join(sorted(devices))}; "
+                "move or materialise the module before the optimizer is made"
+            )
+        process_group = self.group.process_group
+        if process_group is not None and devices == {"cpu"} and dist.get_backend(process_group) == "nccl":
+            raise ValueError(
+                "the parameters are on the CPU, and the process group's backend is nccl, which needs CUDA: move the "
+                'module before the optimizer is made, or initialize with backend="gloo"'
+            )
+        of_ranks = {
+            "the class": f"{type(self._users).__module__}.{type(self._users).__qualname__}",
+            "elementwise": self.elementwise,
+            "bucket_cap": self._bucket_cap,
+            "the number of parameters": [len(group["params"]) for group in param_groups],
+            **{
+                f"parameter {n}": f"{tuple(p.shape)}, strides {p.stride()}, {p.dtype}, requires_grad={p.requires_grad}"
+                for n, p in enumerate(params)
+            },
+        }
+        if params:
+            self.group.agree("a ZeroOptimizer", of_ranks, params[0].device)
+
+    def _take_up(self) -> None:
+        """Shard what is to be trained and is not yet: parameters of a new group, and those unfrozen since."""
+        while len(self._inner.param_groups) < len(self.param_groups):
+            self._inner.param_groups.append({"params": []})
+        known = {param for bucket in self.buckets for param in bucket.params}
+        new = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p not in known]
+        buckets = [self._bucket(params) for params in self._split(new)]
+        if not buckets:
+            return
+        for pending in [self.group.broadcast_(bucket.flat) for bucket in buckets]:
+            pending.wait()
+        self._gradients.add(buckets)
+        for bucket in buckets:
+            self._pieces.update(bucket.pieces)
+        for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
+            mine["params"] = [piece for param in users["params"] if (piece := self.piece(param)) is not None]
+
+    def _split(self, params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+        """What travels together: parameters of one dtype and device, last ones first, as backward comes to them."""
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for param in reversed(params):
+            together = alike.setdefault((param.dtype, param.device), [])
+            if together and sum(each.nbytes for each in together) + param.nbytes > self._bucket_cap:
+                yield alike.pop((param.dtype, param.device))
+                together = alike.setdefault((param.dtype, param.device), [])
+            together.append(param)
+        yield from alike.values()
+
+    def _bucket(self, params: list[Tensor]) -> Bucket:
+        numels, world_size = [param.numel() for param in params], self.group.world_size
+        if self.elementwise:
+            layout = slices(numels, world_size)
+        else:
+            layout = whole_parameters(numels, balanced(numels, self._loads), world_size)
+        return Bucket(params, layout, self.group.rank)
+
+    # -- a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average the gradients over the ranks, step this rank's shard, and make the parameters whole again.
+
+        Args:
+            closure: computes the gradients; it is called once.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.reduce_gradients()
+        for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
+            mine.update({name: value for name, value in users.items() if name not in ("params", "param_names")})
+        self._inner.step()
+        for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
+            users.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
+        self._users._opt_called = True  # type: ignore[attr-defined]  # or else a scheduler made for it complains
+        for pending in [self.group.all_gather_(bucket.shards) for bucket in reversed(self.buckets)]:
+            pending.wait()
+        self.group.ledger.add(nbytes_whole=self.group.ring_nbytes(sum(bucket.nbytes for bucket in self.buckets)))
+        self.group.ledger.step()
+        return loss
+
+    def reduce_gradients(self) -> None:
+        """Bring the gradients of the pieces up to date, as `step`, clipping and norms do themselves."""
+        for bucket in self.buckets:
+            for param in bucket.moved():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(param.shape)} is no longer where ZeroOptimizer has put it: the "
+                    "module was moved or converted, or its data was replaced; do that before the optimizer is made"
+                )
+        self._take_up()
+        self._gradients.reduce()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._gradients.clear()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within this, no backward sends anything; the gradients of all are reduced with the next one outside.
+
+        Stage 1 sends at the step alone. Stage 2 keeps whole gradients until then.
+        """
+        return self._gradients.no_sync()
+
+    # -- norms
+
+    def pieces(self) -> list[Tensor]:
+        """What this rank steps, the mean of the gradients in ``.grad``; those without a gradient left out."""
+        self.reduce_gradients()
+        return [piece for piece in self._pieces.values() if piece.grad is not None]
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients as one vector: a scalar, the same on every rank."""
+        grads = [piece.grad for piece in self.pieces() if piece.grad is not None]
+        dtypes = {bucket.flat.dtype for bucket in self.buckets}
+        dtype = reduce(torch.promote_types, dtypes, torch.float32)
+        return norm.total(grads, norm_type, self.group, self.device, dtype)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` on whole gradients; returns the norm before, the same on every rank."""
+        total = self.grad_norm(norm_type)
+        norm.clip_(self.pieces(), max_norm, total, error_if_nonfinite)
+        return total
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """As ``torch.nn.utils.clip_grad_value_`` on whole gradients."""
+        torch.nn.utils.clip_grad_value_(self.pieces(), clip_value)
+
+    @property
+    def device(self) -> torch.device:
+        return self.buckets[0].flat.device if self.buckets else torch.device("cpu")
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """On rank 0 what the plain optimizer would say, on the CPU; on the others the same without the state.
+
+        Collective. Rank 0 holds one whole state, no other rank more than its shard.
+
+        Raises:
+            RuntimeError: another rank did not call it.
+        """
+        return gathered_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's part of what the plain optimizer, or `state_dict` at any number of ranks, has said.
+
+        Collective; every rank has the whole dict, best from ``torch.load(mmap=True)``, of which it then reads its part.
+
+        Raises:
+            ValueError: it belongs to other parameters; nothing is changed then, on any rank.
+        """
+        load_whole_state(self, state_dict)
+
+    def load_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Replace the state of this rank's pieces by its part of ``state``: parameter -> its whole state."""
+        self._inner.state.clear()
+        for bucket in self.buckets:
+            for param, piece in bucket.pieces.items():
+                if its := state.get(param):
+                    self._inner.state[piece] = part_of_state(bucket, param, its, self._inner.param_groups)
+
+
+def _made(optimizer: Optimizer | type[Optimizer], params: Iterable[Any] | None, arguments: dict[str, Any]) -> Optimizer:
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    for refused, why in REFUSED.items():
+        if issubclass(cls, refused):
+            raise TypeError(f"ZeRO cannot shard {cls.__name__}: {why}; use another optimizer, or plain DDP")
+    if isinstance(optimizer, ZeroOptimizer):
+        raise TypeError("the optimizer is sharded already: give ZeroOptimizer the plain one")
+    closure = inspect.signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"ZeRO cannot shard {cls.__name__}: its step needs a closure; use another optimizer")
+    if isinstance(optimizer, type):
+        if params is None:
+            raise TypeError(f"params must be given with a class of optimizer, here {cls.__name__}")
+        return optimizer(params, **arguments)
+    if params is not None or arguments:
+        raise TypeError(f"{cls.__name__} is made already, so neither params nor its arguments can be given")
+    return optimizer
+
+
+def _group(group: dist.ProcessGroup | Group | None) -> Group:
+    if isinstance(group, Group):
+        return group
+    if group is None and dist.is_available() and dist.is_initialized():
+        return Group(dist.group.WORLD)
+    return Group(group)
