@@ -93,6 +93,8 @@ class ZeroOptimizer(Optimizer):
         self._gradients: Gradients = WholeGradients(self.group)
         self._pieces: dict[Tensor, Tensor] = {}
         self._users = users
+        self._is_made = False
+        self.is_unscaled_by_ours = False  # that is, by a GradScaler that knows shards
         # The one that steps: the same class and settings, with this rank's pieces for parameters.
         self._inner = copy.copy(users)
         self._inner.__dict__.pop("step", None)  # a scheduler's wrapper around the step of the user's
@@ -103,6 +105,7 @@ class ZeroOptimizer(Optimizer):
         # The very list, so that a scheduler made for either has its effect on both.
         self.param_groups = users.param_groups
         self.state = self._inner.state
+        self._is_made = True
         self._take_up()
         if not self.elementwise and elementwise is None:
             logger.info("%s may need whole matrices: each rank steps whole parameters", type(users).__name__)
@@ -127,16 +130,20 @@ class ZeroOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, at any time and alike on every rank."""
         super().add_param_group(param_group)
-        if self.param_groups is self._users.param_groups:  # else torch's constructor adds them one by one
+        if self._is_made:  # torch's constructor adds the groups one by one
             self._take_up()
 
     def use_gradients(self, gradients: Gradients) -> None:
         """Change how gradients are reduced; those that there are are dropped."""
         self.zero_grad()
         buckets = self.buckets
-        self._gradients.remove()
+        self.release()
         self._gradients = gradients
         gradients.add(buckets)
+
+    def release(self) -> None:
+        """Leave the parameters alone from now on: nothing is reduced any more. The state can still be had."""
+        self._gradients.remove()
 
     def _check(self, param_groups: Sequence[dict[str, Any]]) -> None:
         params = [param for group in param_groups for param in group["params"]]
@@ -210,6 +217,11 @@ class ZeroOptimizer(Optimizer):
         Args:
             closure: computes the gradients; it is called once.
         """
+        if hasattr(self, "found_inf"):  # torch's GradScaler leaves it here, because of the property below
+            raise TypeError(
+                "torch's GradScaler looks for infs in this rank's gradients only, so some ranks would skip a step and "
+                "others not: use lightning_distkit.core.zero.GradScaler in its place"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -220,12 +232,21 @@ class ZeroOptimizer(Optimizer):
         self._inner.step()
         for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
             users.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
-        self._users._opt_called = True  # type: ignore[attr-defined]  # or else a scheduler made for it complains
+        for stepped in (self, self._users):  # or else a scheduler made for it complains
+            stepped._opt_called = True  # type: ignore[attr-defined]
         for pending in [self.group.all_gather_(bucket.shards) for bucket in reversed(self.buckets)]:
             pending.wait()
         self.group.ledger.add(nbytes_whole=self.group.ring_nbytes(sum(bucket.nbytes for bucket in self.buckets)))
         self.group.ledger.step()
         return loss
+
+    # Schedulers wrap `step` to see whether it was called, unless they find this; `step` tells them itself.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Makes torch's GradScaler show itself; see `step`."""
+        return not self.is_unscaled_by_ours
 
     def reduce_gradients(self) -> None:
         """Bring the gradients of the pieces up to date, as `step`, clipping and norms do themselves."""
