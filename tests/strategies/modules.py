@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 EARLY = {"start_powerSGD_iter": 2, "min_compression_rate": 1}
+ZERO_NAMES = ["zero_stage_1", "zero_stage_2", "zero_stage_3"]
 NAMES = ["powersgd", "batched_powersgd", "acp_sgd", "ddp_noop"]
 
 

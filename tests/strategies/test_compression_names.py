@@ -16,7 +16,7 @@ import lightning_distkit
 from lightning_distkit import CommHookDDPStrategy, PowerSGDDDPStrategy
 from lightning_distkit.core.compression import PowerSGDState
 from tests.ranks import run_ranks
-from tests.strategies.modules import NAMES, Net
+from tests.strategies.modules import NAMES, ZERO_NAMES, Net
 
 
 def test_the_arguments_are_those_of_the_state() -> None:
@@ -89,7 +89,7 @@ def test_names_are_registered_in_either_order_of_import(first: str, tmp_path: Pa
         """,
         tmp_path,
     )
-    expected = sorted(name + suffix for name in NAMES for suffix in ("", "_spawn", "_fork", "_notebook"))
+    expected = sorted(name + suffix for name in NAMES + ZERO_NAMES for suffix in ("", "_spawn", "_fork", "_notebook"))
     assert done.stdout.splitlines() == [str(expected), "['ddp']"]
 
 

@@ -160,6 +160,13 @@ class Bucket:
             if used[param]:
                 self.pieces[param].grad = grad
 
+    def forget_gradient(self, param: Tensor) -> None:
+        """As if ``param`` had got none: further ones are then added to zero."""
+        piece = self.pieces.get(param)
+        if piece is not None and piece.grad is not None:
+            piece.grad.zero_()
+            piece.grad = None
+
     def clear_gradients(self) -> None:
         self.shard_grad = None
         for piece in self.pieces.values():

@@ -35,9 +35,9 @@ class Reduction:
     orders its own stream behind it.
     """
 
-    def __init__(self, bucket: Bucket, group: Group) -> None:
+    def __init__(self, bucket: Bucket, grads: Sequence[Tensor | None], group: Group) -> None:
         self._bucket = bucket
-        self._used = {param: param.grad is not None for param in bucket.params}
+        self._used = {param: grad is not None for param, grad in zip(bucket.params, grads, strict=True)}
         layout = bucket.layout
         of_owner = [layout.of(owner) for owner in range(group.world_size)]
         # Behind each rank's shard: one flag for each of its pieces.
@@ -48,12 +48,12 @@ class Reduction:
             for piece in pieces:
                 param = bucket.params[piece.index]
                 target = part[piece.at : piece.at + piece.end - piece.begin]
-                if param.grad is None:
+                if (grad := grads[piece.index]) is None:
                     target.zero_()
                 else:
                     # Divided before the sum, as DDP does: in half precision the sum of all might overflow.
-                    grad = in_memory_order(_dense(param.grad), param)[piece.begin : piece.end]
-                    torch.mul(grad, 1 / group.world_size, out=target)
+                    values = in_memory_order(_dense(grad), param)[piece.begin : piece.end]
+                    torch.mul(values, 1 / group.world_size, out=target)
             flags = [float(self._used[bucket.params[piece.index]]) for piece in pieces]
             part[split:] = 1.0 if all(flags) else part.new_tensor(flags)
         self._pending = group.reduce_scatter_(self._parts)
@@ -88,10 +88,10 @@ class Round:
         self._group = group
         self._under_way: deque[Reduction] = deque()
 
-    def start(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> None:
         if len(self._under_way) == IN_FLIGHT:
             self._under_way.popleft().finish()
-        self._under_way.append(Reduction(bucket, self._group))
+        self._under_way.append(Reduction(bucket, grads, self._group))
 
     def finish(self) -> None:
         while self._under_way:
@@ -120,7 +120,7 @@ class WholeGradients:
         self.clear()
         whole = Round(self.group)
         for bucket in self.buckets:
-            whole.start(bucket)
+            whole.start(bucket, [param.grad for param in bucket.params])
         whole.finish()
         self._reduced = versions
 
@@ -142,12 +142,47 @@ class WholeGradients:
         return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
+class Gone:
+    """What stands in ``param.grad`` for a gradient that has been reduced: one NaN, expanded, so of no size."""
+
+    def __init__(self) -> None:
+        self._where: set[Tensor] = set()
+
+    def put(self, param: Tensor) -> None:
+        param.grad = param.new_full((), torch.nan).expand(param.shape)
+        self._where.add(param)
+
+    def grad(self, param: Tensor) -> Tensor | None:
+        """The real gradient in ``param.grad``."""
+        return None if param in self._where else param.grad
+
+    def make_way(self, param: Tensor, bucket: Bucket) -> None:
+        """For a new gradient; what it stood for goes too, if somebody has dropped it."""
+        if param in self._where:
+            self._where.remove(param)
+            if param.grad is None:
+                bucket.forget_gradient(param)
+            param.grad = None
+
+    def forget_dropped(self, bucket_of: dict[Tensor, Bucket]) -> None:
+        for param in [param for param in self._where if param.grad is None]:
+            self.make_way(param, bucket_of[param])
+
+    def clear(self) -> None:
+        for param in self._where:
+            param.grad = None
+        self._where.clear()
+
+
 class ShardedGradients:
     """Stage 2: as soon as backward has filled a bucket it is reduced, and its whole gradients are freed.
 
     Each backward that reaches a parameter makes whole rounds, as many as it takes until no whole gradient is left: one,
     unless a parameter gets its gradient in parts (reentrant checkpointing). Buckets leave in one order on every rank,
     that in which they were ready on rank 0 in the first backward; those that this rank has no gradients for, too.
+
+    What is left in ``param.grad`` is a `Gone`: so whoever drops it (``module.zero_grad()``) drops the shard's gradient,
+    as he expects, and whoever looks at it sees NaN and not a gradient.
     """
 
     def __init__(self, group: Group) -> None:
@@ -162,21 +197,23 @@ class ShardedGradients:
         self._missing: dict[Bucket, set[Tensor]] = {}  # parameters whose gradients the round under way waits for
         self._ready: list[Bucket] = []  # in the order in which they were
         self._in_order = False
+        self._gone = Gone()
         self._backwards: set[int] = set()  # those at whose end a round is to be finished
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
         self._bucket_of.update({param: bucket for bucket in buckets for param in bucket.params})
-        self._hooks += [
-            param.register_post_accumulate_grad_hook(self._arrived) for bucket in buckets for param in bucket.params
-        ]
+        for param in (param for bucket in buckets for param in bucket.params):
+            self._hooks.append(param.register_hook(partial(self._comes, param)))
+            self._hooks.append(param.register_post_accumulate_grad_hook(self._came))
         self._begin()
         self._in_order = False
         self._n_rounds = 0  # they may have gradients already, on some rank
 
     def reduce(self) -> None:
         """Bring the gradients of the shards up to date: backward has, unless it reached nothing on this rank."""
-        if self._n_rounds == 0 or any(param.grad is not None for param in self._bucket_of):
+        self._gone.forget_dropped(self._bucket_of)
+        if self._n_rounds == 0 or self._any_left():
             self._finish_round()
 
     def clear(self) -> None:
@@ -184,10 +221,12 @@ class ShardedGradients:
         self._begin()
         self._n_rounds = 0
         self._backwards.clear()
+        self._gone.clear()
         for bucket in self.buckets:
             bucket.clear_gradients()
 
     def remove(self) -> None:
+        self._gone.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -205,7 +244,11 @@ class ShardedGradients:
         self._missing = {bucket: {param for param in bucket.params if param.requires_grad} for bucket in self.buckets}
         self._ready = []
 
-    def _arrived(self, param: Tensor) -> None:
+    def _comes(self, param: Tensor, grad: Tensor) -> None:
+        """Before autograd adds ``grad`` to what is in ``param.grad``."""
+        self._gone.make_way(param, self._bucket_of[param])
+
+    def _came(self, param: Tensor) -> None:
         if not self._sync:
             return
         backward = torch._C._current_graph_task_id()
@@ -224,17 +267,20 @@ class ShardedGradients:
     def _start_next(self) -> None:
         bucket = self.buckets[self._n_started]
         self._n_started += 1
-        self._round.start(bucket)
+        self._round.start(bucket, [self._gone.grad(param) for param in bucket.params])
         for param in bucket.params:
-            param.grad = None
+            self._gone.put(param)
 
     def _end_of_backward(self, backward: int) -> None:
         self._backwards.discard(backward)
         if self._backwards:  # this one ran inside another: reentrant checkpointing
             return
         self._finish_round()
-        while any(param.grad is not None for param in self._bucket_of):
+        while self._any_left():
             self._finish_round()
+
+    def _any_left(self) -> bool:
+        return any(self._gone.grad(param) is not None for param in self._bucket_of)
 
     def _finish_round(self) -> None:
         ready = self._ready
@@ -259,8 +305,8 @@ class ShardedGradients:
 def shard_gradients(optimizer: ZeroOptimizer) -> ZeroOptimizer:
     """Stage 2: from now on the gradients of ``optimizer``'s parameters are reduced while backward runs, and freed.
 
-    What is left after a backward is this rank's shard, in which further backwards accumulate. ``param.grad`` is None
-    then; norms and clipping are the optimizer's.
+    What is left after a backward is this rank's shard, in which further backwards accumulate. ``param.grad`` then has
+    no memory and is all NaN; norms and clipping are the optimizer's.
 
     Args:
         optimizer: made alike on every rank; it is changed in place.

@@ -260,8 +260,8 @@ class ZeroOptimizer(Optimizer):
         self._gradients.reduce()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
         self._gradients.clear()
+        super().zero_grad(set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Within this, no backward sends anything; the gradients of all are reduced with the next one outside.

@@ -1,4 +1,4 @@
-"""Buffers, such as the running statistics of batch normalisation: every rank gets rank 0's, as with DDP."""
+"""What is not sharded is a replica of rank 0's: all at the start, and buffers before each forward, as with DDP."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distkit.core.collectives import Group
+
+
+@torch.no_grad()
+def sync_module_states(module: nn.Module, group: Group) -> None:
+    """Give every rank rank 0's parameters and buffers. Collective."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        whole = tensor.contiguous()
+        group.broadcast_(whole).wait()
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.copy_(whole)
 
 
 @torch.no_grad()

@@ -1,0 +1,181 @@
+"""ZeRO in Lightning's Trainer: DDP's numbers, with optimizer state, gradients and parameters sharded over the ranks."""
+
+from __future__ import annotations
+
+import inspect
+import zipfile
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch.optim import Optimizer
+
+from lightning_distkit.core.collectives import Group, says_that_a_peer_is_lost, what_happened
+from lightning_distkit.core.ledger import Ledger
+from lightning_distkit.core.zero import GradScaler, ZeroOptimizer, shard_gradients, sync_buffers, sync_module_states
+from lightning_distkit.strategies import WRONG_MIRROR
+
+
+class ZeroStrategy(DDPStrategy):
+    """Each rank keeps its shard of the optimizer's state (stage 1), of the gradients (2), of the parameters (3).
+
+    ``Trainer(strategy="zero_stage_2")``. The module is used as it is, without a wrapper; losses and weights are those
+    of plain ``ddp``. Checkpoints are ordinary ones: they open under any stage and number of ranks, under ``ddp`` and on
+    one device, and theirs open here.
+
+    Args:
+        stage: 1, 2 or 3.
+        bucket_cap_mb: stages 1 and 2: MiB that travel together.
+        elementwise: stages 1 and 2: whether the optimizer may step slices of parameters; by default as its class says.
+        strategy_kwargs: what `DDPStrategy` itself takes: ``process_group_backend``, ``timeout``, ``start_method``.
+
+    Raises:
+        ValueError: another stage.
+        TypeError: a keyword that nobody takes.
+    """
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 1,
+        bucket_cap_mb: float = 25,
+        elementwise: bool | None = None,
+        **strategy_kwargs: Any,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}; plain data parallelism is strategy='ddp'")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb!r}")
+        _refuse_unknown(strategy_kwargs)
+        super().__init__(**strategy_kwargs)
+        self.stage = stage
+        self._bucket_cap_mb = bucket_cap_mb
+        self._elementwise = elementwise
+        self._group: Group | None = None
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """What this rank sent in the last fit; None before it."""
+        return self._group.ledger if self._group is not None else None
+
+    # -- setting up
+
+    def configure_ddp(self) -> None:
+        """In the place of DDP's wrapper there is none: the ranks start alike, and the optimizers do the rest."""
+        assert self.model is not None
+        self._group = Group(dist.group.WORLD)
+        sync_module_states(self.model, self._group)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        sharded = {id(optimizer): self._shard(optimizer) for optimizer in self.optimizers}
+        self.optimizers = list(sharded.values())
+        for config in self.lr_scheduler_configs:
+            config.scheduler.optimizer = sharded.get(id(config.scheduler.optimizer), config.scheduler.optimizer)
+
+    def setup_precision_plugin(self) -> None:
+        super().setup_precision_plugin()
+        plugin = self.precision_plugin
+        # On the instance, as a subclass would have another name, and so another key in checkpoints.
+        plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = _clip_by_value  # type: ignore[method-assign]
+        if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+            if not isinstance(plugin.scaler, GradScaler):
+                plugin.scaler.__class__ = GradScaler  # the same scaler, which now asks all ranks
+            for optimizer in self.optimizers:
+                optimizer.is_unscaled_by_ours = True  # type: ignore[attr-defined]  # or Lightning would not unscale
+
+    def _shard(self, optimizer: Optimizer) -> Optimizer:
+        zero = ZeroOptimizer(
+            optimizer, group=self._group, bucket_cap_mb=self._bucket_cap_mb, elementwise=self._elementwise
+        )
+        # Monitors and logs know an optimizer by its class's name.
+        zero.__class__ = type(type(optimizer).__name__, (ZeroOptimizer,), {})
+        return shard_gradients(zero) if self.stage == 2 else zero
+
+    # -- steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._sync_buffers()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._sync_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _sync_buffers(self) -> None:
+        """As DDP does before every forward."""
+        if self._group is not None and self.model is not None:
+            sync_buffers(self.model, self._group)
+
+    # -- checkpoints
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return getattr(optimizer, "_optimizer", optimizer).state_dict()  # type: ignore[no-any-return]
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # Mapped, not read: each rank then reads its own part only.
+        path = Path(checkpoint_path)
+        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file() and zipfile.is_zipfile(path):
+            loaded: dict[str, Any] = torch.load(
+                path,
+                map_location="cpu",
+                mmap=True,
+                weights_only=bool(weights_only) if weights_only is not None else False,
+            )
+            return loaded
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        except Exception as error:
+            if not path.is_file():
+                raise
+            raise RuntimeError(f"{path} cannot be read as a checkpoint; it may be truncated: {error}") from error
+
+    # -- the end
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        # Often it is not our collective that meets the loss of a rank first, but one of Lightning's or a metric's.
+        if isinstance(exception, RuntimeError) and says_that_a_peer_is_lost(exception):
+            exception.args = (what_happened(exception, self.global_rank, self.world_size),)
+
+    def teardown(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ZeroOptimizer):
+                optimizer.release()
+        for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+            vars(self.precision_plugin).pop(name, None)
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: our names are in `strategies.NAMES`. Inherited, this would register "ddp" a second time."""
+
+    def __repr__(self) -> str:
+        # What a Trainer of the mirror package prints as "invalid strategy name".
+        return f"<{type(self).__name__}, stage={self.stage}. {WRONG_MIRROR}>"
+
+
+def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
+    getattr(optimizer, "_optimizer", optimizer).clip_grad_norm_(clip_val)
+
+
+def _clip_by_value(optimizer: Any, clip_val: float) -> None:
+    getattr(optimizer, "_optimizer", optimizer).clip_grad_value_(clip_val)
+
+
+def _refuse_unknown(keywords: Mapping[str, Any]) -> None:
+    own = inspect.signature(ZeroStrategy.__init__).parameters
+    known = (set(inspect.signature(DDPStrategy.__init__).parameters) | set(own)) - {
+        *("self", "kwargs", "strategy_kwargs", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"),
+        "model_averaging_period",
+    }
+    for name, value in keywords.items():
+        if name not in known and value is not None:  # LightningCLI hands over every default
+            meant = "".join(f"; did you mean {match}?" for match in get_close_matches(name, known, 1))
+            raise TypeError(f"ZeroStrategy takes no {name!r}{meant or ';'} It takes {', '.join(sorted(known))}")

@@ -1,0 +1,185 @@
+"""Lightning trains with ZeRO as it does with plain DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_distkit import ZeroStrategy
+from tests.ranks import run_ranks
+from tests.strategies.modules import Net as PlainNet
+from tests.strategies.modules import parameters, trainer
+
+STAGES = [1, 2]
+
+
+def strategy_for(stage: int) -> Any:
+    return ZeroStrategy(stage, bucket_cap_mb=1e-3) if stage else "ddp_find_unused_parameters_true"
+
+
+class Net(PlainNet):
+    """Batch normalisation, weight-decay groups and a scheduler; remembers the norm that clipping is to find."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.net.insert(0, nn.BatchNorm1d(16))  # not behind a bias, whose gradient would then be rounding alone
+        self.norms: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([each.to(self.dtype) for each in batch], batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step([each.to(self.dtype) for each in batch], batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if hasattr(optimizer, "grad_norm"):
+            self.norms.append(float(optimizer.grad_norm()))
+        else:
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            self.norms.append(float(nn.utils.get_total_norm([p.grad for p in params if p.grad is not None])))
+
+    def configure_optimizers(self) -> Any:
+        groups = [
+            {"params": [p for p in self.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in self.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5), "interval": "step"}
+        ]
+
+
+class Unscheduled(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Manual(Net):
+    """Two optimizers, each for its own layers and loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(16, 4)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        for optimizer, part in ((first, self.net), (second, self.other)):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward((part(batch[0]) - batch[1]).square().mean())
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), 1e-2), torch.optim.SGD(
+            self.other.parameters(), 0.1, momentum=0.9
+        )
+
+
+def random_data(rank: int, n_batches: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1 + rank)
+    return torch.randn(4 * n_batches, 16, generator=random), torch.randn(4 * n_batches, 4, generator=random)
+
+
+class Averaged(WeightAveraging):
+    def __init__(self) -> None:
+        super().__init__(avg_fn=lambda average, current, n: average + (current - average) / (n + 1))
+
+
+class Backbone(PlainNet):
+    """Frozen at first, then a param group added late. ``n_ranks`` in one process: their batches at once."""
+
+    def __init__(self, n_ranks: int = 1) -> None:
+        super().__init__()
+        self.n_ranks = n_ranks
+        self.backbone = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step([self.backbone(batch[0]), batch[1]], batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    def data(self) -> DataLoader[Any]:
+        first = self.trainer.global_rank
+        of_ranks = [random_data(rank, self.n_batches) for rank in range(first, first + self.n_ranks)]
+        x, y = (torch.stack(each, 1).flatten(0, 1) for each in zip(*of_ranks, strict=True))
+        return DataLoader(TensorDataset(x, y), batch_size=4 * self.n_ranks)
+
+    train_dataloader = val_dataloader = data
+
+
+KINDS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
+    "plain": (Net, dict),
+    "accumulation": (Net, lambda: {"accumulate_grad_batches": 2}),
+    "accumulation by schedule": (
+        Net,
+        lambda: {"callbacks": [GradientAccumulationScheduler({0: 2, 1: 3})], "max_epochs": 2},
+    ),
+    "bf16-mixed": (Net, lambda: {"precision": "bf16-mixed"}),
+    "64-true": (Net, lambda: {"precision": "64-true"}),
+    "clip norm": (Net, lambda: {"gradient_clip_val": 0.1}),
+    "clip value": (Net, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "manual": (Manual, dict),
+    "averaging": (Net, lambda: {"callbacks": [Averaged()], "max_epochs": 2}),
+    "swa": (Unscheduled, lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], "max_epochs": 3}),
+    "early stopping": (Net, lambda: {"callbacks": [EarlyStopping("val_loss", patience=0)], "max_epochs": 3}),
+    "overfit": (Net, lambda: {"overfit_batches": 2, "max_epochs": 2}),
+}
+
+
+def trained(kind: str, stage: int, folder: Path) -> tuple[Tensor, list[float], dict[str, Tensor]]:
+    cls, arguments = KINDS[kind]
+    net = cls()
+    fit = trainer(strategy_for(stage), folder, **arguments())
+    fit.fit(net)
+    state = {name: value for name, value in net.state_dict().items() if "num_batches" not in name}
+    return parameters(net), net.norms, state
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_training_equals_ddps(kind: str, stage: int, tmp_path: Path) -> None:
+    wanted = run_ranks(2, trained, kind, 0, tmp_path)
+    got = run_ranks(2, trained, kind, stage, tmp_path)
+    assert torch.equal(got[0][0], got[1][0])
+    tolerance = {"rtol": 2e-2, "atol": 1e-3} if kind == "bf16-mixed" else {"rtol": 1e-5, "atol": 1e-6}
+    # Batch normalisation's statistics are rank 0's.
+    torch.testing.assert_close(got[0][2], wanted[0][2], **tolerance)
+    assert got[0][1] == pytest.approx(wanted[0][1], rel=1e-2 if kind == "bf16-mixed" else 1e-5)
+    assert got[0][1] == got[1][1]
+
+
+def finetuned(stage: int, folder: Path) -> Tensor:
+    alone = stage == 0
+    net = Backbone(n_ranks=2 if alone else 1)
+    callbacks = [BackboneFinetuning(1, backbone_initial_ratio_lr=0.1)]
+    fit = trainer("auto" if alone else strategy_for(stage), folder, max_epochs=3, callbacks=callbacks)
+    fit.fit(net)
+    return parameters(net)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_unfrozen_on_the_way_are_trained_as_on_one_device(stage: int, tmp_path: Path) -> None:
+    # Not as with DDP, which never averages the gradients of what was frozen when it began.
+    first, second = run_ranks(2, finetuned, stage, tmp_path)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, run_ranks(1, finetuned, 0, tmp_path)[0], rtol=1e-5, atol=1e-6)
