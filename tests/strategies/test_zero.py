@@ -172,7 +172,7 @@ def finetuned(stage: int, folder: Path) -> Tensor:
     alone = stage == 0
     net = Backbone(n_ranks=2 if alone else 1)
     callbacks = [BackboneFinetuning(1, backbone_initial_ratio_lr=0.1)]
-    fit = trainer("auto" if alone else strategy_for(stage), folder, max_epochs=3, callbacks=callbacks)
+    fit = trainer(strategy_for(stage), folder, max_epochs=3, callbacks=callbacks)
     fit.fit(net)
     return parameters(net)
 
