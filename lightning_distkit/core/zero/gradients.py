@@ -9,6 +9,7 @@ that no rank has used is left alone, as without ZeRO.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,6 +99,20 @@ class Round:
             self._under_way.popleft().finish()
 
 
+class _Version:
+    """Which tensor a gradient was, and how often it had been written to."""
+
+    def __init__(self, grad: Tensor | None) -> None:
+        # Not the id: a new tensor may well get that of the one that it follows.
+        self._grad = None if grad is None else weakref.ref(grad)
+        self._version = 0 if grad is None else grad._version
+
+    def is_of(self, grad: Tensor | None) -> bool:
+        if self._grad is None or grad is None:
+            return self._grad is None and grad is None
+        return self._grad() is grad and self._version == grad._version
+
+
 class WholeGradients:
     """Stage 1: whole gradients stay where autograd puts them, and are reduced when the shards' are asked for.
 
@@ -107,7 +122,7 @@ class WholeGradients:
     def __init__(self, group: Group) -> None:
         self.group = group
         self.buckets: list[Bucket] = []
-        self._reduced: list[tuple[int, int] | None] | None = None
+        self._reduced: list[_Version] | None = None  # of each parameter, when it was last reduced
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
@@ -115,14 +130,15 @@ class WholeGradients:
 
     def reduce(self) -> None:
         """Bring the gradients of the shards up to date; does nothing if no gradient has changed since."""
-        if self._reduced == (versions := self._versions()):
+        grads = [param.grad for bucket in self.buckets for param in bucket.params]
+        if self._reduced is not None and all(map(_Version.is_of, self._reduced, grads)):
             return
         self.clear()
         whole = Round(self.group)
         for bucket in self.buckets:
             whole.start(bucket, [param.grad for param in bucket.params])
         whole.finish()
-        self._reduced = versions
+        self._reduced = [_Version(grad) for grad in grads]
 
     def clear(self) -> None:
         self._reduced = None
@@ -136,10 +152,6 @@ class WholeGradients:
     def no_sync(self) -> Iterator[None]:
         """Nothing to do: nothing is sent before the step."""
         yield
-
-    def _versions(self) -> list[tuple[int, int] | None]:
-        grads = (param.grad for bucket in self.buckets for param in bucket.params)
-        return [None if grad is None else (id(grad), grad._version) for grad in grads]
 
 
 class Gone:

@@ -1,0 +1,209 @@
+"""What a step of each ZeRO stage takes, beside plain DDP, DDP with ZeroRedundancyOptimizer, FSDP2 and DeepSpeed.
+
+    python -m benchmarks.zero_step --ranks 2 4
+    python -m benchmarks.zero_step --quick
+
+All ranks on this machine, one thread each, over loopback. The arms of one comparison live side by side in the same
+ranks and take turns, a few steps at a time, so that whatever else the machine does falls on all of them. A step is
+forward, backward, AdamW and zero_grad. DeepSpeed is there if it is installed. One JSON line a figure, the table as
+Markdown, and whether what is promised holds.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.hosts import Host, one_host, run_on
+from benchmarks.models import MODELS, batches
+from lightning_distkit.core.zero import ZeroOptimizer, shard_gradients
+
+ADAMW = {"lr": 1e-4}
+
+
+def blocks(module: nn.Module) -> list[nn.Module]:
+    """What FSDP2 and stage 3 wrap alike."""
+    layers = getattr(module, "layers", None)
+    return [each for each in (layers.layers if layers is not None else module) if list(each.parameters())]
+
+
+def _training(model: nn.Module, optimizer: Any, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        loss = loss_of(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def ddp(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    return _training(DistributedDataParallel(module), torch.optim.AdamW(module.parameters(), **ADAMW), loss_of)
+
+
+def redundancy(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    optimizer = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **ADAMW)
+    return _training(DistributedDataParallel(module), optimizer, loss_of)
+
+
+def fsdp2(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], reshard: bool) -> Callable[[], Tensor]:
+    for block in blocks(module):
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(module, reshard_after_forward=reshard)
+    return _training(module, torch.optim.AdamW(module.parameters(), **ADAMW), loss_of)
+
+
+def stage_1(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    optimizer = ZeroOptimizer(torch.optim.AdamW(module.parameters(), **ADAMW))
+    return _training(module, optimizer, loss_of)
+
+
+def stage_2(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    optimizer = ZeroOptimizer(torch.optim.AdamW(module.parameters(), **ADAMW))
+    return _training(module, shard_gradients(optimizer), loss_of)
+
+
+def deepspeed(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], stage: int) -> Callable[[], Tensor]:
+    import deepspeed as ds
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
+    engine, *_ = ds.initialize(model=module, optimizer=optimizer, config=config)
+
+    def step() -> Tensor:
+        loss = loss_of(engine)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+ARMS: dict[str, Callable[[nn.Module, Callable[[nn.Module], Tensor]], Callable[[], Tensor]]] = {
+    "ddp": ddp,
+    "ddp + ZeroRedundancyOptimizer": redundancy,
+    "stage 1": stage_1,
+    "stage 2": stage_2,
+    "fsdp2": lambda module, loss_of: fsdp2(module, loss_of, reshard=True),
+    "fsdp2, not resharded": lambda module, loss_of: fsdp2(module, loss_of, reshard=False),
+}
+
+
+def has_deepspeed() -> bool:
+    try:
+        import deepspeed  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+if has_deepspeed():
+    ARMS |= {f"deepspeed {n}": lambda module, loss_of, n=n: deepspeed(module, loss_of, n) for n in (1, 2, 3)}
+
+
+def compare(host: Host, model: str, n_rounds: int, n_steps: int) -> dict[str, list[float]]:
+    """Seconds of each arm's steps on this rank."""
+    torch.set_num_threads(1)
+    make, make_batch, loss = MODELS[model]
+    steps = {}
+    for name, arm in ARMS.items():
+        torch.manual_seed(0)
+        module = make()
+        torch.manual_seed(dist.get_rank())
+        data = batches(make_batch)
+
+        def loss_of(forward: nn.Module, data: Any = data) -> Tensor:
+            inputs, wanted = next(data)
+            return loss(forward(inputs), wanted)
+
+        steps[name] = arm(module, loss_of)
+        for _ in range(3):
+            steps[name]()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
+    for n in range(n_rounds):
+        for name in names if n % 2 == 0 else reversed(names):
+            last = steps[name]()  # not measured: it finds the caches full of another's
+            dist.barrier()
+            for _ in range(n_steps):
+                begin = time.perf_counter()
+                last = steps[name]()
+                seconds[name].append(time.perf_counter() - begin)
+            dist.barrier()
+            if not last.isfinite():
+                raise RuntimeError(f"{name} must train, but its loss is {last}")
+    return seconds
+
+
+def promises(ms: dict[str, float], model: str) -> list[tuple[str, float, str, float]]:
+    """What, its value, "at most" or "at least", the bound."""
+    bare = min(ms["fsdp2"], ms["fsdp2, not resharded"])
+    faster = 2.0 if model == "mlp" else 1.3
+    return [
+        ("stage 1 / ddp", ms["stage 1"] / ms["ddp"], "at most", 1.1),
+        ("stage 1 / ZeroRedundancyOptimizer", ms["stage 1"] / ms["ddp + ZeroRedundancyOptimizer"], "at most", 1.0),
+        ("stage 2 / ddp", ms["stage 2"] / ms["ddp"], "at most", 1.25),
+        ("fsdp2 / stage 1", bare / ms["stage 1"], "at least", faster),
+        ("fsdp2 / stage 2", bare / ms["stage 2"], "at least", faster),
+        *(
+            (f"deepspeed {n} / stage {n}", ms[f"deepspeed {n}"] / ms[f"stage {n}"], "at least", faster)
+            for n in (1, 2)
+            if f"deepspeed {n}" in ms
+        ),
+        *([("fsdp2 / stage 3", ms["fsdp2"] / ms["stage 3"], "at least", 1.15)] if "stage 3" in ms else []),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["mlp", "transformer"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=4, help="that are measured in each round")
+    parser.add_argument("--quick", action="store_true", help="half the rounds")
+    chosen = parser.parse_args()
+    table, verdicts = [], []
+    for model in chosen.model:
+        for world_size in chosen.ranks:
+            n_rounds = max(2, chosen.rounds // 2) if chosen.quick else chosen.rounds
+            with one_host() as hosts:
+                ranks = run_on(hosts, world_size, compare, model, n_rounds, chosen.steps, timeout=900)
+            # A step is over when the slowest rank is done.
+            ms = {
+                name: 1e3 * statistics.median(max(of) for of in zip(*(rank[name] for rank in ranks), strict=True))
+                for name in ranks[0]
+            }
+            for name, value in ms.items():
+                line = {"model": model, "ranks": world_size, "arm": name, "ms": value, "x_ddp": value / ms["ddp"]}
+                print(json.dumps(line), flush=True)
+                table.append((model, world_size, name, f"{value:.0f}", f"{value / ms['ddp']:.2f}"))
+            for what, value, how, bound in promises(ms, model):
+                met = value <= bound if how == "at most" else value >= bound
+                verdicts.append(
+                    f"{'met   ' if met else 'MISSED'} {model}, {world_size} ranks: {what} {value:.2f}, {how} {bound}"
+                )
+    print("\n| model | ranks | | ms a step | x DDP |\n|---|---|---|---|---|")
+    for row in table:
+        print(f"| {' | '.join(str(each) for each in row)} |")
+    print("\n" + "\n".join(verdicts))
+
+
+if __name__ == "__main__":
+    main()
