@@ -1,0 +1,38 @@
+"""The task on two processes with ZeRO stage 2: `baseline.py` with the marked lines changed.
+
+Run: python examples/with_lightning/zero.py
+"""
+
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+import lightning_distkit  # noqa: F401  # <-- changed: makes strategy="zero_stage_2" known
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import task
+from lightning_task import LanguageModel, Sources
+
+
+def main() -> None:
+    task.use_loopback()
+    pl.seed_everything(0)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="zero_stage_2",  # <-- changed
+        max_epochs=1,
+        max_steps=task.STEPS,
+        gradient_clip_val=1.0,
+        val_check_interval=task.STEPS // 4,
+        check_val_every_n_epoch=None,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(LanguageModel(), Sources())
+    trainer.print(f"validation loss {trainer.callback_metrics['validation_loss']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
