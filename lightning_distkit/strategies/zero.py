@@ -14,12 +14,16 @@ import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group, says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.ledger import Ledger
-from lightning_distkit.core.zero import GradScaler, ZeroOptimizer, shard_gradients, sync_buffers, sync_module_states
+from lightning_distkit.core.zero import GradScaler, ZeroOptimizer, sync_buffers
+from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies import WRONG_MIRROR
+from lightning_distkit.strategies.zero_stages import ShardedParameters, Stage, WholeParameters
 
 
 class ZeroStrategy(DDPStrategy):
@@ -31,32 +35,50 @@ class ZeroStrategy(DDPStrategy):
 
     Args:
         stage: 1, 2 or 3.
-        bucket_cap_mb: stages 1 and 2: MiB that travel together.
-        elementwise: stages 1 and 2: whether the optimizer may step slices of parameters; by default as its class says.
+        bucket_cap_mb: stages 1 and 2: MiB that travel together; 25 by default.
+        elementwise: whether the optimizer may step slices of parameters; by default as its class says.
+        policy: stage 3: which modules are gathered as one block; see `find_blocks`. "auto" by default.
+        mixed_precision: stage 3: FSDP2's ``MixedPrecisionPolicy``; the Trainer's ``precision`` works without it.
+        reshard_after_forward: stage 3: as in ``fully_shard``.
         strategy_kwargs: what `DDPStrategy` itself takes: ``process_group_backend``, ``timeout``, ``start_method``.
 
     Raises:
-        ValueError: another stage.
+        ValueError: another stage, or an argument that belongs to another.
         TypeError: a keyword that nobody takes.
     """
 
     def __init__(
         self,
         stage: Literal[1, 2, 3] = 1,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         elementwise: bool | None = None,
+        policy: Policy = "auto",
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        reshard_after_forward: bool | None = None,
         **strategy_kwargs: Any,
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}; plain data parallelism is strategy='ddp'")
-        if not bucket_cap_mb > 0:
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb!r}")
+        of_stage_3: dict[str, Any] = {
+            "mixed_precision": mixed_precision,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        of_stage_3["policy"] = None if policy == "auto" else policy
+        for name, value in of_stage_3.items() if stage < 3 else {"bucket_cap_mb": bucket_cap_mb}.items():
+            if value is not None:
+                raise ValueError(f"{name} says nothing in stage {stage}; leave it out")
         _refuse_unknown(strategy_kwargs)
         super().__init__(**strategy_kwargs)
         self.stage = stage
-        self._bucket_cap_mb = bucket_cap_mb
-        self._elementwise = elementwise
+        self._stage: Stage = (
+            ShardedParameters(policy, mixed_precision, reshard_after_forward, elementwise)
+            if stage == 3
+            else WholeParameters(stage == 2, bucket_cap_mb or 25, elementwise)
+        )
         self._group: Group | None = None
+        self._has_failed = False
 
     @property
     def ledger(self) -> Ledger | None:
@@ -65,11 +87,27 @@ class ZeroStrategy(DDPStrategy):
 
     # -- setting up
 
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._stage.loads_after_setup
+
+    def setup(self, trainer: Any) -> None:
+        self._has_failed = False
+        self._stage.check(trainer)
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self.configure_ddp()
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        if not any(each.is_meta for each in self.model.parameters()):  # else it is made where it belongs
+            super().model_to_device()
+
     def configure_ddp(self) -> None:
         """In the place of DDP's wrapper there is none: the ranks start alike, and the optimizers do the rest."""
-        assert self.model is not None
+        assert self.lightning_module is not None
         self._group = Group(dist.group.WORLD)
-        sync_module_states(self.model, self._group)
+        self._stage.prepare(self.lightning_module, self._group, self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -77,6 +115,14 @@ class ZeroStrategy(DDPStrategy):
         self.optimizers = list(sharded.values())
         for config in self.lr_scheduler_configs:
             config.scheduler.optimizer = sharded.get(id(config.scheduler.optimizer), config.scheduler.optimizer)
+
+    def _shard(self, optimizer: Optimizer) -> Optimizer:
+        assert self._group is not None
+        assert self.lightning_module is not None
+        sharded = self._stage.shard(optimizer, self.lightning_module, self._group)
+        # Monitors and logs know an optimizer by its class's name.
+        sharded.__class__ = type(type(optimizer).__name__, (type(sharded),), {})
+        return sharded
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -88,15 +134,8 @@ class ZeroStrategy(DDPStrategy):
             if not isinstance(plugin.scaler, GradScaler):
                 plugin.scaler.__class__ = GradScaler  # the same scaler, which now asks all ranks
             for optimizer in self.optimizers:
-                optimizer.is_unscaled_by_ours = True  # type: ignore[attr-defined]  # or Lightning would not unscale
-
-    def _shard(self, optimizer: Optimizer) -> Optimizer:
-        zero = ZeroOptimizer(
-            optimizer, group=self._group, bucket_cap_mb=self._bucket_cap_mb, elementwise=self._elementwise
-        )
-        # Monitors and logs know an optimizer by its class's name.
-        zero.__class__ = type(type(optimizer).__name__, (ZeroOptimizer,), {})
-        return shard_gradients(zero) if self.stage == 2 else zero
+                if isinstance(optimizer, ZeroOptimizer):
+                    optimizer.is_unscaled_by_ours = True  # or Lightning would not unscale
 
     # -- steps
 
@@ -115,8 +154,16 @@ class ZeroStrategy(DDPStrategy):
 
     # -- checkpoints
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self._stage.state_dict(self.lightning_module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self._stage.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return getattr(optimizer, "_optimizer", optimizer).state_dict()  # type: ignore[no-any-return]
+        return getattr(optimizer, "_optimizer", optimizer).state_dict()
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         # Mapped, not read: each rank then reads its own part only.
@@ -140,6 +187,7 @@ class ZeroStrategy(DDPStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
+        self._has_failed = True  # so others may be anywhere, and nothing that needs them may follow
         # Often it is not our collective that meets the loss of a rank first, but one of Lightning's or a metric's.
         if isinstance(exception, RuntimeError) and says_that_a_peer_is_lost(exception):
             exception.args = (what_happened(exception, self.global_rank, self.world_size),)
@@ -150,6 +198,8 @@ class ZeroStrategy(DDPStrategy):
                 optimizer.release()
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
+        if not self._has_failed and self.lightning_module is not None and self._group is not None:
+            self._stage.restore(self.lightning_module)
         super().teardown()
 
     @classmethod

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ranks import run_ranks
@@ -79,7 +80,7 @@ def saved_by_a_plain_optimizer(folder: Path) -> dict[str, Any]:
 def test_n_ranks_to_m_ranks_under_any_strategy_with_moments(stage: int, tmp_path: Path) -> None:
     wanted = run_ranks(2, undisturbed, tmp_path)[0]
     run_ranks(4, first_half, stage, tmp_path)
-    for world_size, other in ((1, 0), (1, 1), (2, 0), (2, 1), (3, 2)):
+    for world_size, other in ((1, 0), (1, 1), (2, 0), (2, 3), (3, 2), (3, 3)):
         losses, weights = run_ranks(world_size, second_half, other, tmp_path)[0]
         assert losses == pytest.approx(wanted[0], rel=1e-5)
         torch.testing.assert_close(weights, wanted[1], rtol=1e-5, atol=1e-6)
@@ -114,7 +115,9 @@ def resumed_from(name: str, stage: int, folder: Path) -> tuple[str, bool]:
     fit = trainer(strategy_for(stage), folder, max_epochs=2)
     with pytest.raises(Exception) as error:  # noqa: PT011  which one is the test's to say
         fit.fit(net, ckpt_path=folder / name)
-    return str(error.value), bool(torch.equal(parameters(net), before))
+    # After an exception nothing that needs the other ranks may follow by itself, so stage 3 leaves the module sharded.
+    after = torch.cat([(p.full_tensor() if isinstance(p, DTensor) else p).detach().flatten() for p in net.parameters()])
+    return str(error.value), bool(torch.equal(after, before))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -166,6 +169,3 @@ def plainly_loaded(path: Path) -> Tensor:
 def test_one_process_without_us_loads_it_strictly(stage: int, tmp_path: Path) -> None:
     run_ranks(2, first_half, stage, tmp_path)
     assert plainly_loaded(tmp_path / "half.ckpt").isfinite().all()
-    # No storage that a whole bucket shares comes along with one parameter.
-    one = nn.Parameter(torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]["net.0.bias"])
-    assert one.untyped_storage().nbytes() < 4 * 16 * 32

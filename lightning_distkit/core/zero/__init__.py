@@ -4,11 +4,20 @@ Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Tr
 https://arxiv.org/abs/1910.02054.
 """
 
+from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer as DTensorOptimizer
 from lightning_distkit.core.zero.estimate import MemoryEstimate as MemoryEstimate
 from lightning_distkit.core.zero.estimate import estimate_memory as estimate_memory
 from lightning_distkit.core.zero.grad_scaler import GradScaler as GradScaler
 from lightning_distkit.core.zero.gradients import shard_gradients as shard_gradients
+from lightning_distkit.core.zero.initialise import check_initialisable as check_initialisable
+from lightning_distkit.core.zero.initialise import initialise as initialise
+from lightning_distkit.core.zero.module_state import load_module_full_state_dict as load_module_full_state_dict
+from lightning_distkit.core.zero.module_state import module_full_state_dict as module_full_state_dict
 from lightning_distkit.core.zero.optimizer import ELEMENTWISE as ELEMENTWISE
 from lightning_distkit.core.zero.optimizer import ZeroOptimizer as ZeroOptimizer
+from lightning_distkit.core.zero.parameters import shard_parameters as shard_parameters
+from lightning_distkit.core.zero.parameters import unshard_parameters as unshard_parameters
+from lightning_distkit.core.zero.policy import find_blocks as find_blocks
 from lightning_distkit.core.zero.replicas import sync_buffers as sync_buffers
 from lightning_distkit.core.zero.replicas import sync_module_states as sync_module_states
+from lightning_distkit.core.zero.sharding import sharding_of as sharding_of

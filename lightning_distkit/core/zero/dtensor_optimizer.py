@@ -33,7 +33,7 @@ class DTensorOptimizer(Optimizer):
 
     ``param_groups`` is the very list of ``optimizer``, so a scheduler may be made for either. ``state`` has DTensors,
     which ``torch.distributed.checkpoint`` writes and reads as they are (not so where `elementwise` is false: there
-    `full_state_dict` is the way). Every method but `zero_grad` and `no_sync` is collective.
+    `state_dict` is the way). Every method but `zero_grad` and `no_sync` is collective.
 
     Args:
         optimizer: any torch optimizer, made after ``shard_parameters(module)``.
@@ -114,7 +114,12 @@ class DTensorOptimizer(Optimizer):
         nbytes = sum(param.numel() * param.element_size() for param in self.params)
         self.group.ledger.add(nbytes_whole=self.group.ring_nbytes(nbytes))
         self.group.ledger.step()
+        for stepped in (self, self.optimizer):  # or else a scheduler made for it complains
+            stepped._opt_called = True  # type: ignore[attr-defined]
         return loss
+
+    # Schedulers wrap `step` to see whether it was called, unless they find this; `step` tells them itself.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
@@ -263,7 +268,7 @@ class DTensorOptimizer(Optimizer):
 
     # -- state
 
-    def state_dict(self) -> dict[str, Any]:
+    def sharded_state_dict(self) -> dict[str, Any]:
         """As the plain optimizer's, with DTensors in the state: for ``torch.distributed.checkpoint``.
 
         Raises:
@@ -272,16 +277,14 @@ class DTensorOptimizer(Optimizer):
         if not self.elementwise and self._owners:
             raise RuntimeError(
                 f"the state of {type(self.optimizer).__name__} is that of whole parameters, each on one rank, and has "
-                "no sharded form; use full_state_dict"
+                "no sharded form; use state_dict"
             )
         return self.optimizer.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse of `state_dict`."""
+    def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of `sharded_state_dict`."""
         if not self.elementwise and any(isinstance(param, DTensor) for param in self.params):
-            raise RuntimeError(
-                f"the state of {type(self.optimizer).__name__} has no sharded form; use load_full_state_dict"
-            )
+            raise RuntimeError(f"the state of {type(self.optimizer).__name__} has no sharded form; use load_state_dict")
         self.optimizer.load_state_dict(state_dict)
         self._rejoin()
 
@@ -290,7 +293,7 @@ class DTensorOptimizer(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     @torch.no_grad()
-    def full_state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """On rank 0 what the plain optimizer's ``state_dict()`` would be, on the CPU; an empty dict on the others.
 
         Parameter by parameter: rank 0 has the whole state, no other rank more than its own and one tensor under way.
@@ -298,7 +301,7 @@ class DTensorOptimizer(Optimizer):
         Raises:
             RuntimeError: another rank did not call it.
         """
-        self.group.meet("full_state_dict")
+        self.group.meet("state_dict")
         packed = self._packed()
         state: dict[int, dict[str, Any]] = {}
         for number, param in enumerate(self.params):
@@ -348,8 +351,8 @@ class DTensorOptimizer(Optimizer):
         return its
 
     @torch.no_grad()
-    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take this rank's part of what the plain optimizer, or `full_state_dict` at any world size, has said.
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of what the plain optimizer, or `state_dict` at any world size, has said.
 
         Every rank has the whole dict, best from ``torch.load(mmap=True)``, of which it then reads its part.
 

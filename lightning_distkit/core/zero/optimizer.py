@@ -301,7 +301,7 @@ class ZeroOptimizer(Optimizer):
     # -- state
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0 what the plain optimizer would say, on the CPU; on the others the same without the state.
+        """On rank 0 what the plain optimizer would say, on the CPU; on the others an empty dict.
 
         Collective. Rank 0 holds one whole state, no other rank more than its shard.
 

@@ -134,7 +134,7 @@ def unshard_parameters(module: Module, rank_0_only: bool = False) -> Module:
     """Make the module plain again, in place, with whole parameters; returns ``module``.
 
     Nothing of FSDP2 is left: it can be copied, pickled, trained, or sharded again. Its parameters are new objects, and
-    gradients are dropped; an optimizer's state is taken over by `DTensorOptimizer.full_state_dict`. Collective.
+    gradients are dropped; an optimizer's state is taken over by `DTensorOptimizer.state_dict`. Collective.
 
     Args:
         rank_0_only: leave the parameters of all other ranks on the meta device, without memory.

@@ -63,7 +63,8 @@ def gathered_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
                     }
                 _unpack(whole, bucket, bucket.layout.of(rank), header, payloads)
     params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
-    return {**plain, "state": {n: whole[param] for n, param in enumerate(params) if param in whole}}
+    state = {n: whole[param] for n, param in enumerate(params) if param in whole}
+    return {**plain, "state": state} if group.rank == 0 else {}
 
 
 def load_whole_state(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> None:

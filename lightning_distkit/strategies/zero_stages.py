@@ -1,0 +1,158 @@
+"""What the stages of ZeRO do differently in the Trainer: with whole parameters (1, 2), or with sharded ones (3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.zero import (
+    DTensorOptimizer,
+    ZeroOptimizer,
+    check_initialisable,
+    initialise,
+    load_module_full_state_dict,
+    module_full_state_dict,
+    shard_gradients,
+    shard_parameters,
+    sharding_of,
+    sync_module_states,
+    unshard_parameters,
+)
+from lightning_distkit.core.zero.policy import Policy
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class Stage(Protocol):
+    """What `ZeroStrategy` asks of a stage; every method is collective."""
+
+    loads_after_setup: bool  # whether a checkpoint's weights are loaded into the prepared module
+
+    def check(self, trainer: Any) -> None:
+        """Refuse what cannot work, before anything is done."""
+
+    def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
+        """Make the module ready, in place; it may be on the meta device."""
+
+    def shard(
+        self, optimizer: Optimizer, module: LightningModule, group: Group
+    ) -> ZeroOptimizer | DTensorOptimizer: ...
+    def state_dict(self, module: LightningModule) -> dict[str, Any]:
+        """Whole, at least on rank 0."""
+
+    def load_state_dict(self, module: LightningModule, state_dict: Mapping[str, Any], strict: bool) -> None: ...
+    def restore(self, module: LightningModule) -> None:
+        """Make the module plain again, in place, whole on every rank."""
+
+
+class WholeParameters:
+    """Stages 1 and 2: the module stays a plain one.
+
+    Args:
+        shards_gradients: stage 2.
+        bucket_cap_mb, elementwise: of `ZeroOptimizer`.
+    """
+
+    loads_after_setup = False
+
+    def __init__(self, shards_gradients: bool, bucket_cap_mb: float, elementwise: bool | None) -> None:
+        self._shards_gradients = shards_gradients
+        self._bucket_cap_mb = bucket_cap_mb
+        self._elementwise = elementwise
+
+    def check(self, trainer: Any) -> None:
+        pass
+
+    def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
+        if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+            check_initialisable(module)
+            initialise(module, device, group, loaded=None)
+        sync_module_states(module, group)
+
+    def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> ZeroOptimizer:
+        sharded = ZeroOptimizer(
+            optimizer, group=group, bucket_cap_mb=self._bucket_cap_mb, elementwise=self._elementwise
+        )
+        return shard_gradients(sharded) if self._shards_gradients else sharded
+
+    def state_dict(self, module: LightningModule) -> dict[str, Any]:
+        return module.state_dict()
+
+    def load_state_dict(self, module: LightningModule, state_dict: Mapping[str, Any], strict: bool) -> None:
+        module.load_state_dict(state_dict, strict=strict)
+
+    def restore(self, module: LightningModule) -> None:
+        pass
+
+
+class ShardedParameters:
+    """Stage 3: FSDP2.
+
+    Args:
+        policy, mixed_precision, reshard_after_forward: of `shard_parameters`.
+        elementwise: of `DTensorOptimizer`.
+    """
+
+    loads_after_setup = True
+
+    def __init__(
+        self,
+        policy: Policy,
+        mixed_precision: MixedPrecisionPolicy | None,
+        reshard_after_forward: bool | int | None,
+        elementwise: bool | None,
+    ) -> None:
+        self._arguments: dict[str, Any] = {
+            "policy": policy,
+            "mixed_precision": mixed_precision,
+            "reshard_after_forward": reshard_after_forward,
+        }
+        self._elementwise = elementwise
+
+    def check(self, trainer: Any) -> None:
+        for callback in trainer.callbacks:
+            if isinstance(callback, (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)):
+                raise MisconfigurationException(
+                    f"{type(callback).__name__} works on whole parameters, and in stage 3 no rank has them: use stage "
+                    "2, which shards all but the parameters"
+                )
+        for loop in (
+            trainer.fit_loop.epoch_loop.val_loop,
+            trainer.validate_loop,
+            trainer.test_loop,
+            trainer.predict_loop,
+        ):
+            loop.inference_mode = False  # FSDP2's views of gathered parameters may not be made in it
+
+    def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
+        shard_parameters(module, group, **self._arguments)
+        for name in _STEPS:  # the module is the root, and Lightning calls these and not its forward
+            register_fsdp_forward_method(module, name)
+
+    def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> DTensorOptimizer:
+        if not module.automatic_optimization and isinstance(module.optimizers(), list):
+            # The root's parameters are gathered for one forward and one backward in a training_step.
+            raise MisconfigurationException(
+                "several optimizers in manual optimization need several backwards in a step, and in stage 3 the "
+                "parameters are whole for one: use stage 2, which shards all but the parameters"
+            )
+        return DTensorOptimizer(optimizer, module, elementwise=self._elementwise)
+
+    def state_dict(self, module: LightningModule) -> dict[str, Any]:
+        return module_full_state_dict(module) if sharding_of(module) is not None else module.state_dict()
+
+    def load_state_dict(self, module: LightningModule, state_dict: Mapping[str, Any], strict: bool) -> None:
+        load_module_full_state_dict(module, state_dict)
+
+    def restore(self, module: LightningModule) -> None:
+        unshard_parameters(module)
+        for name in _STEPS:
+            module.__dict__.pop(name, None)  # what register_fsdp_forward_method has put there
