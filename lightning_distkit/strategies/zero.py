@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import zipfile
 from collections.abc import Mapping
-from difflib import get_close_matches
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
@@ -40,11 +41,10 @@ class ZeroStrategy(DDPStrategy):
         policy: stage 3: which modules are gathered as one block; see `find_blocks`. "auto" by default.
         mixed_precision: stage 3: FSDP2's ``MixedPrecisionPolicy``; the Trainer's ``precision`` works without it.
         reshard_after_forward: stage 3: as in ``fully_shard``.
-        strategy_kwargs: what `DDPStrategy` itself takes: ``process_group_backend``, ``timeout``, ``start_method``.
+        process_group_backend, timeout, start_method, and those before: as in `DDPStrategy`.
 
     Raises:
         ValueError: another stage, or an argument that belongs to another.
-        TypeError: a keyword that nobody takes.
     """
 
     def __init__(
@@ -55,7 +55,14 @@ class ZeroStrategy(DDPStrategy):
         policy: Policy = "auto",
         mixed_precision: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool | None = None,
-        **strategy_kwargs: Any,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         if stage not in (1, 2, 3):
             raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}; plain data parallelism is strategy='ddp'")
@@ -69,8 +76,16 @@ class ZeroStrategy(DDPStrategy):
         for name, value in of_stage_3.items() if stage < 3 else {"bucket_cap_mb": bucket_cap_mb}.items():
             if value is not None:
                 raise ValueError(f"{name} says nothing in stage {stage}; leave it out")
-        _refuse_unknown(strategy_kwargs)
-        super().__init__(**strategy_kwargs)
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
         self.stage = stage
         self._stage: Stage = (
             ShardedParameters(policy, mixed_precision, reshard_after_forward, elementwise)
@@ -217,15 +232,3 @@ def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
 
 def _clip_by_value(optimizer: Any, clip_val: float) -> None:
     getattr(optimizer, "_optimizer", optimizer).clip_grad_value_(clip_val)
-
-
-def _refuse_unknown(keywords: Mapping[str, Any]) -> None:
-    own = inspect.signature(ZeroStrategy.__init__).parameters
-    known = (set(inspect.signature(DDPStrategy.__init__).parameters) | set(own)) - {
-        *("self", "kwargs", "strategy_kwargs", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper"),
-        "model_averaging_period",
-    }
-    for name, value in keywords.items():
-        if name not in known and value is not None:  # LightningCLI hands over every default
-            meant = "".join(f"; did you mean {match}?" for match in get_close_matches(name, known, 1))
-            raise TypeError(f"ZeroStrategy takes no {name!r}{meant or ';'} It takes {', '.join(sorted(known))}")

@@ -138,7 +138,7 @@ def test_a_foreign_optimizers_state_is_one_clear_error(stage: int, tmp_path: Pat
     state["state"][0]["exp_avg"] = torch.zeros(3, 3)
     torch.save(checkpoint, tmp_path / "foreign.ckpt")
     for said, _ in run_ranks(2, resumed_from, "foreign.ckpt", stage, tmp_path):
-        assert "'exp_avg' of parameter 0 must have the parameter's shape (32, 16), got (3, 3)" in said
+        assert "'exp_avg' of parameter 0 must fit the parameter's shape (32, 16), got (3, 3)" in said
 
 
 def best_and_last(stage: int, folder: Path) -> tuple[list[str], float]:

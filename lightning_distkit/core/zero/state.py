@@ -128,7 +128,7 @@ def _refusal(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> str | None
         for name, value in state_dict["state"].get(number, {}).items():
             if optimizer.elementwise and isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape:
                 return (
-                    f"{name!r} of parameter {number} must have the parameter's shape {tuple(param.shape)}, got "
+                    f"{name!r} of parameter {number} must fit the parameter's shape {tuple(param.shape)}, got "
                     f"{tuple(value.shape)}: the state dict is of another model"
                 )
     return None
