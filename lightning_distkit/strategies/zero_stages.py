@@ -150,7 +150,7 @@ class ShardedParameters:
         return module_full_state_dict(module) if sharding_of(module) is not None else module.state_dict()
 
     def load_state_dict(self, module: LightningModule, state_dict: Mapping[str, Any], strict: bool) -> None:
-        load_module_full_state_dict(module, state_dict)
+        load_module_full_state_dict(module, state_dict, strict)
 
     def restore(self, module: LightningModule) -> None:
         unshard_parameters(module)

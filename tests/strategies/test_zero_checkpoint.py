@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -169,3 +169,26 @@ def plainly_loaded(path: Path) -> Tensor:
 def test_one_process_without_us_loads_it_strictly(stage: int, tmp_path: Path) -> None:
     run_ranks(2, first_half, stage, tmp_path)
     assert plainly_loaded(tmp_path / "half.ckpt").isfinite().all()
+
+
+class Longer(Net):
+    """Has a layer that the checkpoint has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(4, 4)
+        self.strict_loading = False
+
+
+def loaded_in_part(stage: int, folder: Path) -> bool:
+    net = Longer()
+    fit = trainer(strategy_for(stage), folder)
+    fit.validate(net, ckpt_path=folder / "half.ckpt", verbose=False)
+    saved = torch.load(folder / "half.ckpt", weights_only=True)["state_dict"]
+    return all(torch.equal(net.state_dict()[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_checkpoint_may_be_loaded_in_part(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, first_half, stage, tmp_path)
+    assert run_ranks(2, loaded_in_part, stage, tmp_path) == [True, True]

@@ -43,25 +43,28 @@ def module_full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_module_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
+def load_module_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
     """Take this rank's shards from a whole state dict, which every rank has, best from ``torch.load(mmap=True)``.
 
     Collective.
+
+    Args:
+        strict: whether it must have all that the module has, and nothing else.
 
     Raises:
         ValueError: on every rank, if on one of them it is another module's; nothing is changed then.
     """
     sharding = sharding_of(module)
     if sharding is None:
-        module.load_state_dict(state_dict)
+        module.load_state_dict(state_dict, strict=strict)
         return
     own = _sharded_state_dict(module)
-    sharding.group.refuse_together(_refusal(module, own, state_dict), _device(own))
+    sharding.group.refuse_together(_refusal(module, own, state_dict, strict), _device(own))
     sharded = {
         name: take_shard(value, its, its.dtype) if isinstance(its := own.get(name), DTensor) else value
         for name, value in state_dict.items()
     }
-    module.load_state_dict(sharded)
+    module.load_state_dict(sharded, strict=strict)
 
 
 def _sharded_state_dict(module: nn.Module) -> dict[str, Any]:
@@ -84,16 +87,16 @@ def _device(own: Mapping[str, Any]) -> torch.device:
     return next((each.device for each in own.values() if isinstance(each, Tensor)), torch.device("cpu"))
 
 
-def _refusal(module: nn.Module, own: Mapping[str, Any], given: Any) -> str | None:
+def _refusal(module: nn.Module, own: Mapping[str, Any], given: Any, strict: bool) -> str | None:
     """Why ``given`` is no state dict of ``module``, or None."""
     what = f"the state dict must be one of this {type(module).__name__}"
     if not isinstance(given, Mapping):
         return f"{what}, got a {type(given).__name__}"
     missing, unknown = [name for name in own if name not in given], [name for name in given if name not in own]
-    if missing or unknown:
+    if strict and (missing or unknown):
         return f"{what}, but it lacks {missing[:5]} and has {unknown[:5]} too many (at most five of each are named)"
     for name, value in own.items():
-        other = given[name]
+        other = given.get(name, value)
         if isinstance(value, Tensor) and not (isinstance(other, Tensor) and other.shape == value.shape):
             was = tuple(other.shape) if isinstance(other, Tensor) else type(other).__name__
             return f"{what}, but {name} must be of shape {tuple(value.shape)}, got {was}"
