@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.hosts import Host, one_host, run_on
 from benchmarks.models import MODELS, batches
-from lightning_distkit.core.zero import ZeroOptimizer, shard_gradients
+from lightning_distkit.core.zero import DTensorOptimizer, ZeroOptimizer, shard_gradients, shard_parameters
 
 ADAMW = {"lr": 1e-4}
 
@@ -76,6 +76,12 @@ def stage_2(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callab
     return _training(module, shard_gradients(optimizer), loss_of)
 
 
+def stage_3(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callable[[], Tensor]:
+    wrapped = set(blocks(module))
+    shard_parameters(module, policy=lambda name, each: each in wrapped)
+    return _training(module, DTensorOptimizer(torch.optim.AdamW(module.parameters(), **ADAMW), module), loss_of)
+
+
 def deepspeed(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], stage: int) -> Callable[[], Tensor]:
     import deepspeed as ds
 
@@ -101,6 +107,7 @@ ARMS: dict[str, Callable[[nn.Module, Callable[[nn.Module], Tensor]], Callable[[]
     "ddp + ZeroRedundancyOptimizer": redundancy,
     "stage 1": stage_1,
     "stage 2": stage_2,
+    "stage 3": stage_3,
     "fsdp2": lambda module, loss_of: fsdp2(module, loss_of, reshard=True),
     "fsdp2, not resharded": lambda module, loss_of: fsdp2(module, loss_of, reshard=False),
 }

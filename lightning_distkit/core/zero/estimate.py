@@ -6,8 +6,8 @@ counted as it is held here, and for stage 3 as torch's ``fully_shard`` holds it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+from lightning_distkit.core.zero.gradients import IN_FLIGHT
 
 STAGES = (0, 1, 2, 3)  # 0 is plain DDP
 WORLD_SIZES = tuple(2**n for n in range(11))  # that `what_fits` tries
@@ -51,7 +53,7 @@ class MemoryEstimate:
     optimizer_state: int
     master_weights: int
     reduced_gradients: int  # stage 1: this rank's shard of the mean, beside the whole gradients
-    in_flight: int  # DDP's buckets; stages 1 and 2: two buckets, what is received for them, and stage 2's open bucket
+    in_flight: int  # DDP's buckets; stages 1 and 2: what travels at the peak, less the gradient shards not there yet
     unsharded: int  # stage 3: what is whole at the peak, less the gradient shards that are not there yet
     autocast: int  # copies of weights in half precision that wait for the backward, beyond the gradients that follow
 
@@ -136,16 +138,14 @@ def estimate_memory(
         in_flight = 0 if gradient_as_bucket_view else gradients
     else:
         state, master = _share(state, world_size), _share(master, world_size)
-        largest = max((weight.nbytes for weight in trained), default=0) if isinstance(module_or_numel, nn.Module) else 0
-        bucket = min(max(int(bucket_cap_mb * 2**20), largest), gradients)
-        travelling = min(2 * bucket, gradients)
-        received = travelling - travelling // world_size
+        whole = isinstance(module_or_numel, nn.Module)
+        buckets = list(_buckets(trained, int(bucket_cap_mb * 2**20), may_cut=not whole))
         if stage == 1:
             reduced = _share(gradients, world_size)
-            in_flight = travelling + received
+            in_flight = _most_in_flight(buckets, world_size, frees_whole=False)
         elif stage == 2:
             gradients = _share(gradients, world_size)
-            in_flight = travelling + received + bucket
+            in_flight = _most_in_flight(buckets, world_size, frees_whole=True)
         else:
             unsharded = _most_unsharded(model, world_size, with_casts=False)
             casts_too = _most_unsharded(model, world_size, with_casts=True) - unsharded
@@ -306,6 +306,58 @@ def _of_module(module: nn.Module, precision: str) -> _Model:
         root = model.after if parameter in late else model.before
         (root if place is None else model.blocks[place]).append(weight)
     return model
+
+
+def _buckets(trained: Sequence[_Weight], cap: int, *, may_cut: bool) -> Iterator[int]:
+    """Bytes of each bucket, as ZeroOptimizer makes them of parameters in the order of the module: last ones first.
+
+    Args:
+        may_cut: of a number of parameters, whose weights are not real ones: equal buckets, wherever that cuts.
+    """
+    if may_cut:
+        left = _nbytes(trained)
+        while left > 0:
+            yield min(cap, left)
+            left -= cap
+        return
+    open_ones: dict[torch.dtype, int] = {}
+    for weight in reversed(trained):
+        so_far = open_ones.get(weight.dtype, 0)
+        if so_far and so_far + weight.nbytes > cap:
+            yield so_far
+            so_far = 0
+        open_ones[weight.dtype] = so_far + weight.nbytes
+    yield from open_ones.values()
+
+
+def _most_in_flight(buckets: Sequence[int], world_size: int, *, frees_whole: bool) -> int:
+    """The most bytes that a round of reductions holds, less the gradient shards that are not there yet.
+
+    A bucket under way is there as it was packed, and what is received for it; when the first of the two has come, its
+    shard is copied out before it goes.
+
+    Args:
+        frees_whole: stage 2, where the whole gradients of a bucket are there until it is packed.
+    """
+    under_way: deque[int] = deque()
+    shards = most = 0
+
+    def see(more: int) -> None:
+        nonlocal most
+        packed = sum(under_way)
+        most = max(most, shards + packed + packed - _share(packed, world_size) + more)
+
+    for bucket in buckets:
+        whole = bucket if frees_whole else 0
+        if len(under_way) == IN_FLIGHT:
+            see(_share(under_way[0], world_size) + whole)
+            shards += _share(under_way.popleft(), world_size)
+        under_way.append(bucket)
+        see(whole)
+    while under_way:
+        see(_share(under_way[0], world_size))
+        shards += _share(under_way.popleft(), world_size)
+    return max(0, most - shards)
 
 
 def _most_unsharded(model: _Model, world_size: int, *, with_casts: bool) -> int:

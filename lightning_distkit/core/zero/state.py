@@ -49,22 +49,29 @@ def gathered_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     whole: dict[Tensor, dict[str, Any]] = {}
     for index, bucket in enumerate(optimizer.buckets):  # bucket by bucket, so little is held twice
         for rank in range(group.world_size):
-            header = headers[rank][index]
-            if rank == group.rank:
-                payloads = _payloads(bucket, optimizer.inner, header)
-            if rank == group.rank != 0:
-                for payload in payloads.values():
-                    group.send(payload, 0)
-            elif group.rank == 0:
-                if rank != 0:
-                    payloads = {
-                        dtype: group.receive(torch.empty(numel, dtype=dtype, device=bucket.flat.device), rank)
-                        for dtype, numel in _numels(header).items()
-                    }
-                _unpack(whole, bucket, bucket.layout.of(rank), header, payloads)
+            if group.rank in (0, rank):
+                _gather(whole, bucket, rank, headers[rank][index], optimizer)
     params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
-    state = {n: whole[param] for n, param in enumerate(params) if param in whole}
-    return {**plain, "state": state} if group.rank == 0 else {}
+    return {**plain, "state": {n: whole[param] for n, param in enumerate(params) if param in whole}}
+
+
+def _gather(
+    whole: dict[Tensor, dict[str, Any]], bucket: Bucket, rank: int, header: Header, optimizer: ZeroOptimizer
+) -> None:
+    """Bring what ``rank`` has of a bucket's state to rank 0, into ``whole``; what travels is gone on return."""
+    group = optimizer.group
+    if rank == group.rank:
+        payloads = _payloads(bucket, optimizer.inner, header)
+    else:
+        payloads = {
+            dtype: group.receive(torch.empty(numel, dtype=dtype, device=bucket.flat.device), rank)
+            for dtype, numel in _numels(header).items()
+        }
+    if group.rank == 0:
+        _unpack(whole, bucket, bucket.layout.of(rank), header, payloads)
+    else:
+        for payload in payloads.values():
+            group.send(payload, 0)
 
 
 def load_whole_state(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
@@ -128,7 +135,7 @@ def _refusal(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> str | None
         for name, value in state_dict["state"].get(number, {}).items():
             if optimizer.elementwise and isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape:
                 return (
-                    f"{name!r} of parameter {number} must fit the parameter's shape {tuple(param.shape)}, got "
+                    f"{name!r} of parameter {number} must have the parameter's shape {tuple(param.shape)}, got "
                     f"{tuple(value.shape)}: the state dict is of another model"
                 )
     return None

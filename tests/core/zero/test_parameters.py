@@ -143,7 +143,7 @@ def ours_and_ddps(name: str, n_micro_steps: int, no_sync: bool) -> tuple[float, 
     own = steps(module, optimizer, 20, no_sync=optimizer.no_sync if no_sync else None, clip=clips["ours"], **arguments)
     off = distance(whole(module) - whole(Net()), whole(plain.module) - whole(Net()))
     off_norms = distance(torch.tensor(own), torch.tensor(norms))
-    return off, off_norms, optimizer.full_state_dict(), plain_optimizer.state_dict()
+    return off, off_norms, optimizer.state_dict(), plain_optimizer.state_dict()
 
 
 def assert_same_state(ours: Any, plains: Any, rtol: float) -> None:
@@ -206,7 +206,7 @@ def with_replicas(name: str) -> tuple[float, float, float, Any]:
     plain_optimizer = OPTIMIZERS[name](plain.module)
     norms = steps(plain, plain_optimizer, 5, clip=partial(nn.utils.clip_grad_norm_, trained(plain)))
     own = steps(module, optimizer, 5, clip=optimizer.clip_grad_norm_)
-    state = optimizer.full_state_dict()
+    state = optimizer.state_dict()
     if state:
         assert_same_state(state, plain_optimizer.state_dict(), rtol=1e-3)
     saved = module_full_state_dict(module)
@@ -239,7 +239,7 @@ def in_a_subgroup() -> float | None:
     module = shard_parameters(Net(), group)
     optimizer = DTensorOptimizer(OPTIMIZERS["adam"](module), module)
     steps(module, optimizer, 3)
-    assert bool(optimizer.full_state_dict()) == (dist.get_rank() == 1)
+    assert bool(optimizer.state_dict()) == (dist.get_rank() == 1)
     return distance(whole(module), whole(plain.module))
 
 
@@ -463,7 +463,7 @@ def save(name: str, n_steps: int) -> Any:
     module = shard_parameters(Net())
     optimizer = DTensorOptimizer(OPTIMIZERS[name](module), module)
     steps(module, optimizer, n_steps)
-    return module_full_state_dict(module), optimizer.full_state_dict()
+    return module_full_state_dict(module), optimizer.state_dict()
 
 
 def load_and_go_on(name: str, states: Any, n_steps: int) -> tuple[Tensor, Tensor]:
@@ -481,7 +481,7 @@ def load_and_go_on(name: str, states: Any, n_steps: int) -> tuple[Tensor, Tensor
         if ours:
             optimizer = DTensorOptimizer(optimizer, module)
             load_module_full_state_dict(module, module_state)
-            optimizer.load_full_state_dict(optimizer_state)
+            optimizer.load_state_dict(optimizer_state)
         else:
             module.load_state_dict(module_state)
             optimizer.load_state_dict(copy.deepcopy(optimizer_state))
@@ -524,12 +524,12 @@ def save_and_load_at_once(name: str, n_steps: int) -> tuple[bool, bool, float]:
     optimizer = DTensorOptimizer(OPTIMIZERS[name](module), module)
     steps(undisturbed, theirs, n_steps)
     steps(module, optimizer, n_steps)
-    for_all = [module_full_state_dict(module), optimizer.full_state_dict()]
+    for_all = [module_full_state_dict(module), optimizer.state_dict()]
     dist.broadcast_object_list(for_all)
     load_module_full_state_dict(module, for_all[0])
-    optimizer.load_full_state_dict(for_all[1])
+    optimizer.load_state_dict(for_all[1])
     same_module = torch.equal(whole(module), whole(undisturbed))
-    again = optimizer.full_state_dict()
+    again = optimizer.state_dict()
     same_state = not again or all(
         torch.equal(torch.as_tensor(value), torch.as_tensor(again["state"][number][key]))
         for number, state in for_all[1]["state"].items()
@@ -551,7 +551,7 @@ def refused() -> tuple[list[str], bool]:
     module = shard_parameters(Net())
     optimizer = DTensorOptimizer(OPTIMIZERS["adam"](module), module)
     steps(module, optimizer, 1)
-    states = [module_full_state_dict(module), optimizer.full_state_dict()]
+    states = [module_full_state_dict(module), optimizer.state_dict()]
     dist.broadcast_object_list(states)
     before, said = whole(module), []
     wrong = copy.deepcopy(states)
@@ -560,7 +560,7 @@ def refused() -> tuple[list[str], bool]:
         wrong[1]["state"][0]["exp_avg"] = torch.ones(2, 2)
     for load, state in (
         (partial(load_module_full_state_dict, module), wrong[0]),
-        (optimizer.load_full_state_dict, wrong[1]),
+        (optimizer.load_state_dict, wrong[1]),
     ):
         with pytest.raises(ValueError, match="shape") as error:
             load(state)
@@ -569,7 +569,7 @@ def refused() -> tuple[list[str], bool]:
         load_module_full_state_dict(module, {"foreign": torch.ones(1)})
     for malformed in ({}, {"param_groups": 3, "state": {}}, None):
         with pytest.raises(ValueError, match="as torch makes them"):
-            optimizer.load_full_state_dict(malformed if dist.get_rank() == 0 else states[1])
+            optimizer.load_state_dict(malformed if dist.get_rank() == 0 else states[1])
     return said, torch.equal(before, whole(module))
 
 
@@ -616,7 +616,7 @@ def dcp_load(folder: str) -> tuple[Tensor, bool]:
     set_state_dict(module, optimizer.optimizer, model_state_dict=state["module"], optim_state_dict=state["optimizer"])
     loaded = whole(module)
     steps(module, optimizer, 1, first=3)
-    state = optimizer.full_state_dict()
+    state = optimizer.state_dict()
     return loaded, not state or all(float(each["step"]) == 4 for each in state["state"].values())
 
 
@@ -862,7 +862,7 @@ def alone() -> float:
     module = shard_parameters(Net())
     optimizer = DTensorOptimizer(OPTIMIZERS["adamw"](module), module)
     steps(module, optimizer, 3)
-    assert len(optimizer.full_state_dict()["state"]) > 0
+    assert len(optimizer.state_dict()["state"]) > 0
     return distance(whole(module), whole(plain))
 
 
@@ -877,9 +877,9 @@ def test_without_torch_distributed_the_module_stays_plain() -> None:
     with optimizer.no_sync():
         optimizer.step(lambda: nn.functional.cross_entropy(module(i), i).backward())
     assert not torch.equal(whole(module), whole(Net()))
-    state = optimizer.full_state_dict()
-    optimizer.load_full_state_dict(state)
-    assert_same_state(optimizer.full_state_dict(), state, rtol=0.0)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    assert_same_state(optimizer.state_dict(), state, rtol=0.0)
 
 
 def one_loss(module: nn.Module, optimizer: Any) -> Tensor:

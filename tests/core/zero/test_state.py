@@ -171,7 +171,7 @@ def refused(kind: str) -> tuple[str, bool]:
     ("kind", "says"),
     [
         ("groups", "the same param groups, of [3] parameters, got one of [3, 3]"),
-        ("shape", "'exp_avg' of parameter 1 must have the parameter's shape (6, 13), got (2, 2)"),
+        ("shape", "'exp_avg' of parameter 1 must fit the parameter's shape (6, 13), got (2, 2)"),
         ("on one rank", "must have 'state' and 'param_groups'"),
     ],
 )
