@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_distkit.core import point_to_point
 from lightning_distkit.core.ledger import Ledger
+from lightning_distkit.core.reuse import Buffers
 
 # torch 2.13 has new names for these, and warns about the old ones.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -57,6 +58,7 @@ class Group:
     def __init__(self, process_group: dist.ProcessGroup | None = None, ledger: Ledger | None = None) -> None:
         self.process_group = process_group
         self.ledger = ledger if ledger is not None else Ledger()
+        self.buffers = Buffers()  # for messages
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         self.world_size = dist.get_world_size(process_group) if process_group is not None else 1
 
@@ -83,7 +85,7 @@ class Group:
             return Pending(self, None)
         self._count([shard for rank, shard in enumerate(shards) if rank != self.rank])
         if shards[0].device.type == "cpu":
-            return Pending(self, point_to_point.reduce_scatter_(shards, self.rank, self._processes))
+            return Pending(self, point_to_point.reduce_scatter_(shards, self.rank, self._processes, self.buffers))
         if len({shard.numel() for shard in shards}) > 1:  # one reduction for each rank, launched as one kernel
             work = dist.reduce_scatter(shards[self.rank], list(shards), group=self._processes, async_op=True)
         else:

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_distkit.core.reuse import Buffers
+
 
 class Exchange:
     """Messages under way."""
@@ -45,13 +47,16 @@ class Sum(Exchange):
             work.wait()
 
 
-def reduce_scatter_(shards: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> Exchange:
+def reduce_scatter_(
+    shards: Sequence[Tensor], rank: int, group: dist.ProcessGroup, buffers: Buffers | None = None
+) -> Exchange:
     """Start to sum each rank's shard over the ranks, in place: of the result, this rank has ``shards[rank]``.
 
     Until it was waited for, the receive buffer is alive: ``W - 1`` times this rank's shard.
     """
     mine = shards[rank]
-    received = mine.new_empty((len(shards) - 1, mine.numel()))
+    take = (buffers or Buffers()).take
+    received = take((len(shards) - 1) * mine.numel(), mine.dtype, mine.device).view(len(shards) - 1, mine.numel())
     receives = _receive(dict(zip(_others(shards, rank), received, strict=True)), group)
     return Sum(_send({peer: shards[peer] for peer in _others(shards, rank)}, group), receives, received, mine)
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lightning_distkit.core.reuse import best_fit
 from lightning_distkit.core.zero.gradients import IN_FLIGHT
 
 STAGES = (0, 1, 2, 3)  # 0 is plain DDP
@@ -53,7 +54,7 @@ class MemoryEstimate:
     optimizer_state: int
     master_weights: int
     reduced_gradients: int  # stage 1: this rank's shard of the mean, beside the whole gradients
-    in_flight: int  # DDP's buckets; stages 1 and 2: what travels at the peak, less the gradient shards not there yet
+    in_flight: int  # DDP's buckets; stages 1 and 2: memory for what travels, and gradients that are not yet shards
     unsharded: int  # stage 3: what is whole at the peak, less the gradient shards that are not there yet
     autocast: int  # copies of weights in half precision that wait for the backward, beyond the gradients that follow
 
@@ -331,33 +332,40 @@ def _buckets(trained: Sequence[_Weight], cap: int, *, may_cut: bool) -> Iterator
 
 
 def _most_in_flight(buckets: Sequence[int], world_size: int, *, frees_whole: bool) -> int:
-    """The most bytes that a round of reductions holds, less the gradient shards that are not there yet.
+    """Bytes of the blocks that reductions lend and keep, and in stage 2 of what is whole beside the shards so far.
 
-    A bucket under way is there as it was packed, and what is received for it; when the first of the two has come, its
-    shard is copied out before it goes.
+    A bucket under way is there as it was packed, and so is what is received for it.
 
     Args:
-        frees_whole: stage 2, where the whole gradients of a bucket are there until it is packed.
+        frees_whole: stage 2, where the whole gradients of a bucket are there until it is packed, and the shards of
+            those under way are not yet.
     """
-    under_way: deque[int] = deque()
+    free: list[int] = []
+    under_way: deque[tuple[list[int], int]] = deque()  # blocks lent for a bucket, and its bytes
     shards = most = 0
-
-    def see(more: int) -> None:
-        nonlocal most
-        packed = sum(under_way)
-        most = max(most, shards + packed + packed - _share(packed, world_size) + more)
-
-    for bucket in buckets:
-        whole = bucket if frees_whole else 0
+    for n, bucket in enumerate([*buckets, *buckets]):  # a second time with the blocks of the first
+        if n == len(buckets):
+            free += [block for blocks, _ in under_way for block in blocks]
+            under_way.clear()
+            shards = most = 0
         if len(under_way) == IN_FLIGHT:
-            see(_share(under_way[0], world_size) + whole)
-            shards += _share(under_way.popleft(), world_size)
-        under_way.append(bucket)
-        see(whole)
-    while under_way:
-        see(_share(under_way[0], world_size))
-        shards += _share(under_way.popleft(), world_size)
-    return max(0, most - shards)
+            blocks, before = under_way.popleft()
+            free += blocks
+            shards += _share(before, world_size)
+        under_way.append(([_lent(free, nbytes) for nbytes in (bucket, bucket - _share(bucket, world_size))], bucket))
+        most = max(most, shards + bucket)
+    lent = sum(free) + sum(sum(blocks) for blocks, _ in under_way)
+    return lent + (max(0, most - sum(_share(each, world_size) for each in buckets)) if frees_whole else 0)
+
+
+def _lent(free: list[int], nbytes: int) -> int:
+    """The block that `Buffers` would lend, in bytes; it is taken away from the free ones."""
+    fits = best_fit(free, nbytes)
+    if fits is not None:
+        return free.pop(fits)
+    if free:
+        free.remove(max(free))
+    return nbytes
 
 
 def _most_unsharded(model: _Model, world_size: int, *, with_casts: bool) -> int:

@@ -6,7 +6,6 @@ them, an all-gather of ours is under way until the parameters are needed, so tha
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -22,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.core.point_to_point import Exchange, all_gather_, reduce_scatter_
+from lightning_distkit.core.reuse import Buffers
 from lightning_distkit.core.zero.whole_tensors import naming_the_cause
 
 
@@ -45,30 +45,6 @@ class _Counted(dist.Work):
             self._exchange.wait()
         self._ledger.add(waited_s=perf_counter() - begin)
         return True
-
-
-class Buffers:
-    """Memory on the CPU for messages, lent again once no tensor uses it: fresh pages cost as much as the sending."""
-
-    _KEPT = 2  # of each number of bytes: one under way, and the next
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[bytearray]] = {}
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A vector; its memory comes back by itself when it and all of its views are gone."""
-        nbytes = numel * dtype.itemsize
-        if nbytes == 0 or device.type != "cpu":
-            return torch.empty(numel, dtype=dtype, device=device)
-        free = self._free.setdefault(nbytes, [])
-        memory = free.pop() if free else bytearray(nbytes)
-        lent = memoryview(memory)  # the tensor's storage keeps it, and nothing else does
-        weakref.finalize(lent, self._give_back, free, memory).atexit = False
-        return torch.frombuffer(lent, dtype=dtype)
-
-    def _give_back(self, free: list[bytearray], memory: bytearray) -> None:
-        if len(free) < self._KEPT:
-            free.append(memory)
 
 
 class PointToPointAllGather(AllGather):

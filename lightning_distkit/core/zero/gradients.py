@@ -42,9 +42,8 @@ class Reduction:
         layout = bucket.layout
         of_owner = [layout.of(owner) for owner in range(group.world_size)]
         # Behind each rank's shard: one flag for each of its pieces.
-        self._parts = bucket.flat.new_empty(layout.numel + len(layout.pieces)).split(
-            [split + len(pieces) for split, pieces in zip(layout.splits, of_owner, strict=True)]
-        )
+        numels = [split + len(pieces) for split, pieces in zip(layout.splits, of_owner, strict=True)]
+        self._parts = group.buffers.take(sum(numels), bucket.flat.dtype, bucket.flat.device).split(numels)
         for part, split, pieces in zip(self._parts, layout.splits, of_owner, strict=True):
             for piece in pieces:
                 param = bucket.params[piece.index]
