@@ -174,8 +174,8 @@ class ZeroOptimizer(Optimizer):
 
     def _take_up(self) -> None:
         """Shard what is to be trained and is not yet: parameters of a new group, and those unfrozen since."""
-        while len(self._inner.param_groups) < len(self.param_groups):
-            self._inner.param_groups.append({"params": []})
+        for users in self.param_groups[len(self._inner.param_groups) :]:
+            self._inner.param_groups.append({**users, "params": []})
         known = {param for bucket in self.buckets for param in bucket.params}
         new = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p not in known]
         buckets = [self._bucket(params) for params in self._split(new)]
