@@ -131,7 +131,7 @@ class Group:
             return Pending(self, None)
         return Pending(self, dist.broadcast(tensor, group=self.process_group, group_src=0, async_op=True))
 
-    def meet(self, what: str, timeout: timedelta = timedelta(minutes=1)) -> None:
+    def meet(self, what: str, timeout: timedelta = timedelta(minutes=5)) -> None:
         """Wait until every rank has called ``what``, and raise a RuntimeError that names the missing ones if not.
 
         Before a collective that users call themselves: the messages of one that a single rank has called would be

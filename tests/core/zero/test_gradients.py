@@ -307,3 +307,29 @@ def compiled(stage: int) -> float:
 @pytest.mark.parametrize("stage", STAGES)
 def test_compiled_modules_are_trained(stage: int) -> None:
     assert run_ranks(2, compiled, stage)[0] == pytest.approx(run_ranks(1, compiled, 0)[0], rel=1e-6)
+
+
+def of_a_part(stage: int) -> bool:
+    """Modules in a dict in a list, of which the optimizer has one; the rest is left to another, plain one."""
+    results = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        module = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 2)}), nn.Linear(2, 2)])
+        inner = module[0]
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(inner.parameters(), 1e-2)
+        if not alone:
+            optimizer = ZeroOptimizer(optimizer, bucket_cap_mb=1e-4)
+            if stage == 2:
+                shard_gradients(optimizer)
+        for _ in range(3):
+            x = torch.ones(2, 3)
+            module[1](torch.tanh(inner["b"](torch.tanh(inner["a"](x))))).square().mean().backward()
+            optimizer.step()
+            module.zero_grad()
+        results.append([p.detach().clone() for p in module.parameters()])
+    return all(torch.allclose(a, b, 1e-6, 1e-8) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_any_structure_may_be_sharded_and_not_only_the_root(stage: int) -> None:
+    assert run_ranks(2, of_a_part, stage) == [True, True]

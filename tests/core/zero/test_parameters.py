@@ -586,7 +586,7 @@ def one_alone() -> str:
     module = shard_parameters(Net())
     if dist.get_rank() == 1:
         return ""
-    Group.meet.__defaults__ = (timedelta(seconds=1),)  # in place of a minute
+    Group.meet.__defaults__ = (timedelta(seconds=1),)  # in place of minutes
     with pytest.raises(RuntimeError, match="must be called on every rank") as error:
         module_full_state_dict(module)
     return str(error.value)

@@ -132,7 +132,7 @@ def test_same_keys_wrapped_and_bare(stage: int) -> None:
 def alone(rank: int) -> str:
     module = Matrices()
     optimizer = ZeroOptimizer(torch.optim.Adam, module.parameters(), lr=1e-2)
-    Group.meet.__defaults__ = (timedelta(seconds=1),)  # in place of a minute
+    Group.meet.__defaults__ = (timedelta(seconds=1),)  # in place of minutes
     if dist.get_rank() != rank:
         return ""
     with pytest.raises(RuntimeError) as error:
