@@ -11,7 +11,7 @@ demo: setup  ## train a small language model on two processes: plain DDP beside 
 	$(BIN)/python examples/demo.py $(ARGS)
 
 test: setup  ## make test ARGS="tests/core -x"
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check

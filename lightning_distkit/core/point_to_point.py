@@ -15,6 +15,9 @@ from torch import Tensor
 
 from lightning_distkit.core.reuse import Buffers
 
+# A message of one kind is never taken for one of the other: ranks that disagree on what comes next wait, and time out.
+_REDUCE, _GATHER = 1, 2
+
 
 class Exchange:
     """Messages under way."""
@@ -57,26 +60,29 @@ def reduce_scatter_(
     mine = shards[rank]
     take = (buffers or Buffers()).take
     received = take((len(shards) - 1) * mine.numel(), mine.dtype, mine.device).view(len(shards) - 1, mine.numel())
-    receives = _receive(dict(zip(_others(shards, rank), received, strict=True)), group)
-    return Sum(_send({peer: shards[peer] for peer in _others(shards, rank)}, group), receives, received, mine)
+    receives = _receive(dict(zip(_others(shards, rank), received, strict=True)), group, _REDUCE)
+    sends = _send({peer: shards[peer] for peer in _others(shards, rank)}, group, _REDUCE)
+    return Sum(sends, receives, received, mine)
 
 
 def all_gather_(shards: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> Exchange:
     """Start to fill every rank's ``shards`` with those of their owners, in place."""
     others = _others(shards, rank)
-    receives = _receive({peer: shards[peer] for peer in others}, group)
-    return Exchange(_send(dict.fromkeys(others, shards[rank]), group), receives)
+    receives = _receive({peer: shards[peer] for peer in others}, group, _GATHER)
+    return Exchange(_send(dict.fromkeys(others, shards[rank]), group, _GATHER), receives)
 
 
 def _others(shards: Sequence[Tensor], rank: int) -> list[int]:
     return [peer for peer in range(len(shards)) if peer != rank]
 
 
-def _send(to: dict[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    works = [dist.isend(tensor, group=group, group_dst=peer) for peer, tensor in to.items() if tensor.numel()]
+def _send(to: dict[int, Tensor], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    works = [dist.isend(tensor, group=group, tag=tag, group_dst=peer) for peer, tensor in to.items() if tensor.numel()]
     return [work for work in works if work is not None]
 
 
-def _receive(into: dict[int, Tensor], group: dist.ProcessGroup) -> list[dist.Work]:
-    works = [dist.irecv(tensor, group=group, group_src=peer) for peer, tensor in into.items() if tensor.numel()]
+def _receive(into: dict[int, Tensor], group: dist.ProcessGroup, tag: int) -> list[dist.Work]:
+    works = [
+        dist.irecv(tensor, group=group, tag=tag, group_src=peer) for peer, tensor in into.items() if tensor.numel()
+    ]
     return [work for work in works if work is not None]

@@ -146,11 +146,10 @@ class ZeroStrategy(DDPStrategy):
         plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = _clip_by_value  # type: ignore[method-assign]
         if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-            if not isinstance(plugin.scaler, GradScaler):
-                plugin.scaler.__class__ = GradScaler  # the same scaler, which now asks all ranks
-            for optimizer in self.optimizers:
-                if isinstance(optimizer, ZeroOptimizer):
-                    optimizer.is_unscaled_by_ours = True  # or Lightning would not unscale
+            plugin.scaler.__class__ = GradScaler  # the same scaler, which now asks all ranks
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, ZeroOptimizer):
+                optimizer.is_unscaled_by_ours = True  # or Lightning would neither unscale nor clip
 
     # -- steps
 
@@ -213,8 +212,8 @@ class ZeroStrategy(DDPStrategy):
                 optimizer.release()
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
-        if not self._has_failed and self.lightning_module is not None and self._group is not None:
-            self._stage.restore(self.lightning_module)
+        if self.lightning_module is not None and self._group is not None:
+            (self._stage.abandon if self._has_failed else self._stage.restore)(self.lightning_module)
         super().teardown()
 
     @classmethod

@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
-from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group
@@ -52,6 +52,9 @@ class Stage(Protocol):
     def restore(self, module: LightningModule) -> None:
         """Make the module plain again, in place, whole on every rank."""
 
+    def abandon(self, module: LightningModule) -> None:
+        """In the place of `restore` after an error, when others may be anywhere: not collective."""
+
 
 class WholeParameters:
     """Stages 1 and 2: the module stays a plain one.
@@ -90,6 +93,9 @@ class WholeParameters:
         module.load_state_dict(state_dict, strict=strict)
 
     def restore(self, module: LightningModule) -> None:
+        pass
+
+    def abandon(self, module: LightningModule) -> None:
         pass
 
 
@@ -133,6 +139,8 @@ class ShardedParameters:
             loop.inference_mode = False  # FSDP2's views of gathered parameters may not be made in it
 
     def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
+        if sharding_of(module) is not None:  # an error had ended the last fit
+            self.restore(module)
         shard_parameters(module, group, **self._arguments)
         for name in _STEPS:  # the module is the root, and Lightning calls these and not its forward
             register_fsdp_forward_method(module, name)
@@ -156,3 +164,8 @@ class ShardedParameters:
         unshard_parameters(module)
         for name in _STEPS:
             module.__dict__.pop(name, None)  # what register_fsdp_forward_method has put there
+
+    def abandon(self, module: LightningModule) -> None:
+        for each in module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()  # the error may have come where a block was whole

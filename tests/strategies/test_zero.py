@@ -146,6 +146,7 @@ KINDS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "bf16-true": (Net, lambda: {"precision": "bf16-true"}),
     "64-true": (Net, lambda: {"precision": "64-true"}),
     "clip norm": (Net, lambda: {"gradient_clip_val": 0.1}),
+    "bf16-mixed, clipped": (Net, lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.1}),
     "clip value": (Net, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "manual": (Manual, dict),
     "averaging": (Net, lambda: {"callbacks": [Averaged()], "max_epochs": 2}),

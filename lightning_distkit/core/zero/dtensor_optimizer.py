@@ -109,8 +109,9 @@ class DTensorOptimizer(Optimizer):
             self._step_shards()
         else:
             self._step_wholes()
-        if self._unused is not None:
-            self._unused.clear()
+        for each in self.module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()  # what a forward without a backward has left whole is out of date now
         nbytes = sum(param.numel() * param.element_size() for param in self.params)
         self.group.ledger.add(nbytes_whole=self.group.ring_nbytes(nbytes))
         self.group.ledger.step()
@@ -123,8 +124,6 @@ class DTensorOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
-        if self._unused is not None:
-            self._unused.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.zero.bucket import Bucket, in_memory_order
@@ -122,6 +123,7 @@ class WholeGradients:
         self.group = group
         self.buckets: list[Bucket] = []
         self._reduced: list[_Version] | None = None  # of each parameter, when it was last reduced
+        self._edited = False
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
@@ -132,6 +134,11 @@ class WholeGradients:
         grads = [param.grad for bucket in self.buckets for param in bucket.params]
         if self._reduced is not None and all(map(_Version.is_of, self._reduced, grads)):
             return
+        if self._edited and any(grad is not None for grad in grads):
+            raise RuntimeError(
+                "gradients have changed after they were clipped; in stage 1 the shards' gradients were, so reducing "
+                "them anew would lose that: clip once, right before the step, and begin anew with zero_grad"
+            )
         self.clear()
         whole = Round(self.group)
         for bucket in self.buckets:
@@ -141,8 +148,13 @@ class WholeGradients:
 
     def clear(self) -> None:
         self._reduced = None
+        self._edited = False
         for bucket in self.buckets:
             bucket.clear_gradients()
+
+    def edited(self, yes: bool = True) -> None:
+        """Say that the shards' gradients are no longer the means of the whole ones; or that this is of no interest."""
+        self._edited = yes
 
     def remove(self) -> None:
         """Leave the parameters as if this had never been."""
@@ -157,32 +169,92 @@ class Gone:
     """What stands in ``param.grad`` for a gradient that has been reduced: one NaN, expanded, so of no size."""
 
     def __init__(self) -> None:
-        self._where: set[Tensor] = set()
+        self._where: dict[Tensor, tuple[Tensor, int]] = {}  # what was put there, and its version then
 
     def put(self, param: Tensor) -> None:
         param.grad = param.new_full((), torch.nan).expand(param.shape)
-        self._where.add(param)
+        self._where[param] = (param.grad, param.grad._version)
 
     def grad(self, param: Tensor) -> Tensor | None:
         """The real gradient in ``param.grad``."""
         return None if param in self._where else param.grad
 
-    def make_way(self, param: Tensor, bucket: Bucket) -> None:
-        """For a new gradient; what it stood for goes too, if somebody has dropped it."""
-        if param in self._where:
-            self._where.remove(param)
-            if param.grad is None:
-                bucket.forget_gradient(param)
+    def was_dropped(self, param: Tensor) -> bool:
+        """Whether somebody has taken away, or set to zero, what stands for the gradient.
+
+        Raises:
+            RuntimeError: somebody has done something else to it, which would be lost.
+        """
+        put, version = self._where[param]
+        if param.grad is None or (param.grad is put and put._version == version):
+            return param.grad is None
+        if param.grad is put and not put.any():  # by module.zero_grad(set_to_none=False)
+            return True
+        raise RuntimeError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} was changed or replaced, but stage 2 had "
+            "reduced it and kept this rank's shard only, so what was done is lost: clip and measure by the optimizer's "
+            "clip_grad_norm_, clip_grad_value_ and grad_norm, and change gradients in hooks, or use stage 1"
+        )
+
+    def make_way(self, param: Tensor) -> None:
+        """For a new gradient."""
+        if self._where.pop(param, None) is not None:
             param.grad = None
 
-    def forget_dropped(self, bucket_of: dict[Tensor, Bucket]) -> None:
-        for param in [param for param in self._where if param.grad is None]:
-            self.make_way(param, bucket_of[param])
+    def dropped(self) -> list[Tensor]:
+        return [param for param in self._where if self.was_dropped(param)]
 
     def clear(self) -> None:
         for param in self._where:
             param.grad = None
         self._where.clear()
+
+    def __contains__(self, param: Tensor) -> bool:
+        return param in self._where
+
+
+class Backwards:
+    """The backwards of this process, as the reducers of one process group see them.
+
+    Several optimizers may share a backward. In which order it comes to their parameters may differ from rank to rank,
+    so only the first of them reduces while it runs; the others do so at its end, in the order in which they were made.
+    """
+
+    _of_group: ClassVar[weakref.WeakKeyDictionary[Any, Backwards]] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.reducers: list[ShardedGradients] = []
+        self._touched: set[ShardedGradients] = set()
+        self._running: set[int] = set()
+
+    @classmethod
+    def of(cls, group: Group) -> Backwards:
+        if group.process_group is None:
+            return cls()
+        return cls._of_group.setdefault(group.process_group, cls())
+
+    def came_to(self, reducer: ShardedGradients) -> bool:
+        """Say that the one that is running has; returns whether ``reducer`` may reduce at once."""
+        backward = torch._C._current_graph_task_id()
+        if backward not in self._running:
+            self._running.add(backward)
+            Variable._execution_engine.queue_callback(partial(self._end, backward))
+        self._touched.add(reducer)
+        return reducer is self.reducers[0]
+
+    def none_runs(self) -> None:
+        """Forget those that an error has ended."""
+        self._running.clear()
+        self._touched.clear()
+
+    def _end(self, backward: int) -> None:
+        self._running.discard(backward)
+        if self._running:  # this one ran inside another: reentrant checkpointing
+            return
+        touched = [reducer for reducer in self.reducers if reducer in self._touched]
+        self._touched.clear()
+        for reducer in touched:
+            reducer.end_of_backward()
 
 
 class ShardedGradients:
@@ -200,7 +272,8 @@ class ShardedGradients:
         self.group = group
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[Tensor, Bucket] = {}
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[Any] = []
+        self._nodes: list[Any] = []
         self._sync = True
         self._n_rounds = 0  # since the gradients were cleared
         self._round = Round(group)
@@ -209,13 +282,17 @@ class ShardedGradients:
         self._ready: list[Bucket] = []  # in the order in which they were
         self._in_order = False
         self._gone = Gone()
-        self._backwards: set[int] = set()  # those at whose end a round is to be finished
+        self._backwards = Backwards.of(group)
+        self._backwards.reducers.append(self)
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
         self._bucket_of.update({param: bucket for bucket in buckets for param in bucket.params})
         for param in (param for bucket in buckets for param in bucket.params):
-            self._hooks.append(param.register_hook(partial(self._comes, param)))
+            # Not param.register_hook: that is called for torch.autograd.grad, too, which leaves param.grad alone.
+            node = get_gradient_edge(param).node
+            self._nodes.append(node)  # nobody else keeps it
+            self._hooks.append(node.register_prehook(partial(self._comes, param)))
             self._hooks.append(param.register_post_accumulate_grad_hook(self._came))
         self._begin()
         self._in_order = False
@@ -223,23 +300,30 @@ class ShardedGradients:
 
     def reduce(self) -> None:
         """Bring the gradients of the shards up to date: backward has, unless it reached nothing on this rank."""
-        self._gone.forget_dropped(self._bucket_of)
-        if self._n_rounds == 0 or self._any_left():
+        self._backwards.none_runs()
+        self._forget(self._gone.dropped())
+        if self._n_rounds == 0 or self._n_started or self._any_left():
             self._finish_round()
 
     def clear(self) -> None:
         self._round.finish()
         self._begin()
         self._n_rounds = 0
-        self._backwards.clear()
+        self._backwards.none_runs()
         self._gone.clear()
         for bucket in self.buckets:
             bucket.clear_gradients()
 
+    def edited(self, yes: bool = True) -> None:
+        """Nothing to do: what further backwards bring is added to what the shard then is."""
+
     def remove(self) -> None:
         self._gone.clear()
+        if self in self._backwards.reducers:
+            self._backwards.reducers.remove(self)
         for hook in self._hooks:
             hook.remove()
+        self._nodes.clear()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -255,24 +339,32 @@ class ShardedGradients:
         self._missing = {bucket: {param for param in bucket.params if param.requires_grad} for bucket in self.buckets}
         self._ready = []
 
-    def _comes(self, param: Tensor, grad: Tensor) -> None:
-        """Before autograd adds ``grad`` to what is in ``param.grad``."""
-        self._gone.make_way(param, self._bucket_of[param])
+    def _comes(self, param: Tensor, grads: Any) -> None:
+        """Before autograd adds to what is in ``param.grad``."""
+        if param in self._gone:
+            if self._gone.was_dropped(param):
+                self._forget([param])
+            self._gone.make_way(param)
+
+    def _forget(self, dropped: Sequence[Tensor]) -> None:
+        """What their gradients had been before, as somebody has dropped them."""
+        if dropped:
+            self._round.finish()  # of a backward that an error has ended
+        for param in dropped:
+            self._bucket_of[param].forget_gradient(param)
+            self._gone.make_way(param)
 
     def _came(self, param: Tensor) -> None:
         if not self._sync:
             return
-        backward = torch._C._current_graph_task_id()
-        if backward not in self._backwards:
-            self._backwards.add(backward)
-            Variable._execution_engine.queue_callback(partial(self._end_of_backward, backward))
+        at_once = self._backwards.came_to(self)
         bucket = self._bucket_of[param]
         missing = self._missing[bucket]
         if param in missing:
             missing.remove(param)
             if not missing:
                 self._ready.append(bucket)
-        while self._n_started < len(self.buckets) and not self._missing[self.buckets[self._n_started]]:
+        while at_once and self._n_started < len(self.buckets) and not self._missing[self.buckets[self._n_started]]:
             self._start_next()
 
     def _start_next(self) -> None:
@@ -282,10 +374,7 @@ class ShardedGradients:
         for param in bucket.params:
             self._gone.put(param)
 
-    def _end_of_backward(self, backward: int) -> None:
-        self._backwards.discard(backward)
-        if self._backwards:  # this one ran inside another: reentrant checkpointing
-            return
+    def end_of_backward(self) -> None:
         self._finish_round()
         while self._any_left():
             self._finish_round()

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -46,6 +47,7 @@ class Gradients(Protocol):
     def add(self, buckets: Sequence[Bucket]) -> None: ...
     def reduce(self) -> None: ...
     def clear(self) -> None: ...
+    def edited(self, yes: bool = True) -> None: ...
     def remove(self) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -145,8 +147,16 @@ class ZeroOptimizer(Optimizer):
         """Leave the parameters alone from now on: nothing is reduced any more. The state can still be had."""
         self._gradients.remove()
 
+    def __getstate__(self) -> Any:
+        raise TypeError("a sharded optimizer belongs to its process group and can be neither copied nor pickled")
+
     def _check(self, param_groups: Sequence[dict[str, Any]]) -> None:
         params = [param for group in param_groups for param in group["params"]]
+        if _overlap(params):
+            raise ValueError(
+                "the parameters must not share memory, but two different ones do; tie them by using one parameter in "
+                "both places"
+            )
         devices = {str(param.device.type) for param in params}
         if len(devices) > 1 or "meta" in devices:
             raise ValueError(
@@ -230,6 +240,7 @@ class ZeroOptimizer(Optimizer):
         for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
             mine.update({name: value for name, value in users.items() if name not in ("params", "param_names")})
         self._inner.step()
+        self._gradients.edited(False)
         for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
             users.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
         for stepped in (self, self._users):  # or else a scheduler made for it complains
@@ -288,11 +299,13 @@ class ZeroOptimizer(Optimizer):
         """As ``torch.nn.utils.clip_grad_norm_`` on whole gradients; returns the norm before, the same on every rank."""
         total = self.grad_norm(norm_type)
         norm.clip_(self.pieces(), max_norm, total, error_if_nonfinite)
+        self._gradients.edited()
         return total
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` on whole gradients."""
         torch.nn.utils.clip_grad_value_(self.pieces(), clip_value)
+        self._gradients.edited()
 
     @property
     def device(self) -> torch.device:
@@ -354,3 +367,18 @@ def _group(group: dist.ProcessGroup | Group | None) -> Group:
     if group is None and dist.is_available() and dist.is_initialized():
         return Group(dist.group.WORLD)
     return Group(group)
+
+
+def _overlap(params: Sequence[Tensor]) -> bool:
+    """Whether any memory is in two of the tensors."""
+    ranges = sorted(
+        (param.data_ptr(), param.data_ptr() + param.element_size() * (1 + _last(param)))
+        for param in params
+        if param.numel() and not param.is_meta
+    )
+    return any(end > begin for (_, end), (begin, _) in pairwise(ranges))
+
+
+def _last(tensor: Tensor) -> int:
+    """The place of the last element in memory, from the first."""
+    return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -24,7 +25,7 @@ def find_blocks(module: nn.Module, policy: Policy = "auto") -> dict[str, nn.Modu
             - ``"auto"``: the elements of each ModuleList or Sequential whose class occurs there more than once, as the
               layers of a transformer do, and none within them; where there are none, the children with at least
               100,000 elements; where there are none either, no block.
-            - a module class, or several: all modules of them, nested ones, too.
+            - a module class, its import path, or several classes: all modules of them, nested ones, too.
             - a number of elements: from the leaves upwards, each module that holds so many outside of blocks below it.
             - ``f(name, module) -> bool``.
             - None: no block, all in one.
@@ -41,6 +42,9 @@ def find_blocks(module: nn.Module, policy: Policy = "auto") -> dict[str, nn.Modu
             for name, child in module.named_children()
             if _numel(child) >= AUTO_NUMEL and not isinstance(child, _WITHOUT_FORWARD)
         }
+    if isinstance(policy, str) and "." in policy:  # as LightningCLI gives a class
+        module_name, _, name = policy.rpartition(".")
+        policy = getattr(importlib.import_module(module_name), name)
     if isinstance(policy, int) and not isinstance(policy, bool):
         if policy < 1:
             raise ValueError(f"the elements of a block must be at least 1, got {policy}")

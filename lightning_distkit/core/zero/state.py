@@ -123,6 +123,8 @@ def _refusal(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> str | None
     """Why this is no state of ``optimizer``, or None."""
     if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
         return "an optimizer's state dict must have 'state' and 'param_groups'; this is none"
+    if not all(isinstance(each, dict) and "params" in each for each in state_dict["param_groups"]):
+        return "each of an optimizer's param_groups must have its 'params'; in this state dict one has not"
     ours = [len(each["params"]) for each in optimizer.param_groups]
     theirs = [len(each["params"]) for each in state_dict["param_groups"]]
     if ours != theirs:
@@ -135,7 +137,7 @@ def _refusal(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> str | None
         for name, value in state_dict["state"].get(number, {}).items():
             if optimizer.elementwise and isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape:
                 return (
-                    f"{name!r} of parameter {number} must have the parameter's shape {tuple(param.shape)}, got "
+                    f"{name!r} of parameter {number} must fit the parameter's shape {tuple(param.shape)}, got "
                     f"{tuple(value.shape)}: the state dict is of another model"
                 )
     return None

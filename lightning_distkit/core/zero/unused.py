@@ -7,6 +7,7 @@ used must have no gradient at all (weight decay and momentum would move it), `dr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -19,11 +20,12 @@ from lightning_distkit.core.zero.whole_tensors import naming_the_cause
 
 
 class Unused:
-    """Which parameters of a module had a gradient of this rank's own since the last step."""
+    """Which parameters of a module have a gradient that is, or has in it, one of this rank's own."""
 
     def __init__(self) -> None:
         self._params: list[Any] = []  # FSDPParam, in the same order on every rank
-        self._used: set[Any] = set()  # of them; of this rank alone
+        self._used: set[Any] = set()  # of them, since `drop`; of this rank alone
+        self._kept: dict[Any, Any] = {}  # the gradients that some rank had used when `drop` asked: weak references
         self._asked = False
 
     def attach(self, param_group: Any) -> None:
@@ -42,6 +44,8 @@ class Unused:
                 param = getattr(each, "_unsharded_param", None)
                 if param is None or not param.requires_grad:
                     continue
+                if each.sharded_param.grad is None:
+                    self._used.discard(each)  # somebody has dropped what there was
                 if param.grad is not None or each.unsharded_accumulated_grad is not None:
                     self._used.add(each)
                 elif took_part and param_group.reduce_grads:
@@ -52,7 +56,7 @@ class Unused:
 
     @torch.no_grad()
     def drop(self) -> None:
-        """Take away the gradients of those that no rank has used since `clear`.
+        """Take away the gradients that are zeros from every rank.
 
         A collective of one byte a parameter, not counted. A rank that has used all does not wait for its result.
         """
@@ -61,19 +65,20 @@ class Unused:
             return
         self._asked = True
         first = reduced[0].sharded_param
-        used = [each in self._used for each in reduced]
+        used = [each in self._used or self._is_kept(each) for each in reduced]
         flags = torch.tensor(used, dtype=torch.uint8, device=first.to_local().device)
         for axis in range(first.device_mesh.ndim):
             group = first.device_mesh.get_group(axis)
             with naming_the_cause(group):
                 dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-        if all(used):
-            return
-        for each, flag in zip(reduced, flags.tolist(), strict=True):
-            if not flag:
+        self._used.clear()
+        somewhere = used if all(used) else flags.tolist()
+        for each, flag in zip(reduced, somewhere, strict=True):
+            if flag:
+                self._kept[each] = weakref.ref(each.sharded_param.grad)
+            else:
                 each.sharded_param.grad = None
 
-    def clear(self) -> None:
-        """Begin anew: after a step, or with new gradients."""
-        self._used.clear()
-        self._asked = False
+    def _is_kept(self, each: Any) -> bool:
+        kept = self._kept.get(each)
+        return kept is not None and kept() is each.sharded_param.grad

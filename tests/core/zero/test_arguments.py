@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nccl": (cuda_group, ValueError, "the process group's backend is nccl, which needs CUDA"),
     "other shapes": (other_shapes, ValueError, "a ZeroOptimizer must be made alike on every rank, but parameter 0 is"),
     "moved": (moved, RuntimeError, "is no longer where ZeroOptimizer has put it"),
+    "shared memory": (
+        lambda: ZeroOptimizer(torch.optim.SGD, [p := nn.Parameter(torch.ones(4)), nn.Parameter(p.data[:2])], lr=0.1),
+        ValueError,
+        "the parameters must not share memory, but two different ones do",
+    ),
+    "copied": (
+        lambda: copy.deepcopy(ZeroOptimizer(torch.optim.SGD, nn.Linear(3, 3).parameters(), lr=0.1)),
+        TypeError,
+        "can be neither copied nor pickled",
+    ),
     "norm": (
         lambda: ZeroOptimizer(torch.optim.SGD, nn.Linear(3, 3).parameters(), lr=0.1).grad_norm(-1),
         ValueError,

@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
-from lightning_distkit.core.zero.fsdp_transport import Buffers
 from lightning_distkit.core.zero.module_state import load_module_full_state_dict, module_full_state_dict
 from lightning_distkit.core.zero.parameters import shard_parameters, unshard_parameters
 from lightning_distkit.core.zero.sharding import sharding_of
@@ -440,8 +439,6 @@ def live_bytes() -> tuple[int, int, int]:
     for each in gc.get_objects():
         if type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu":
             storages[each.untyped_storage()._cdata] = each.untyped_storage().nbytes()
-        if type(each) is Buffers:
-            storages[id(each)] = sum(len(memory) for free in each._free.values() for memory in free)
     shards = sum(p.to_local().nbytes for p in module.parameters())
     unsharded = sum(p.numel() * 4 for p in module.parameters())
     return sum(storages.values()), shards, unsharded
