@@ -169,3 +169,4 @@ class ShardedParameters:
         for each in module.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()  # the error may have come where a block was whole
+        module.zero_grad()  # and where some gradients were shards and others not

@@ -274,3 +274,26 @@ def goes_on(stage: int, folder: Path) -> int:
     fit = trainer(strategy_for(stage), folder, max_epochs=2, max_steps=12)
     fit.fit(Resumable(), ckpt_path=folder / "half.ckpt")
     return fit.global_step
+
+
+class Fails(Resumable):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == self.fail_at:
+            self.net(batch[0])
+            raise ZeroDivisionError("on purpose, in mid-forward")
+        return super().training_step(batch, batch_idx)
+
+
+def failed_and_fitted_again(stage: int, folder: Path) -> tuple[str, bool]:
+    net = Fails()
+    net.fail_at = 2
+    with pytest.raises(ZeroDivisionError) as error:
+        trainer(strategy_for(stage), folder).fit(net)
+    net.fail_at = -1
+    trainer(strategy_for(stage), folder).fit(net)
+    return str(error.value), bool(parameters(net).isfinite().all())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_error_is_the_users_own_and_the_module_may_be_fitted_again(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(2, failed_and_fitted_again, stage, tmp_path) == [("on purpose, in mid-forward", True)] * 2
