@@ -62,6 +62,15 @@ class Group:
         self.rank = dist.get_rank(process_group) if process_group is not None else 0
         self.world_size = dist.get_world_size(process_group) if process_group is not None else 1
 
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | Group | None) -> Group:
+        """The group that a user means: None is the default one, or a world of one where there is none."""
+        if isinstance(group, Group):
+            return group
+        if group is None and dist.is_available() and dist.is_initialized():
+            return cls(dist.group.WORLD)
+        return cls(group)
+
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Start to sum ``tensor`` over the ranks, in place, or to reduce it by another operation.
 

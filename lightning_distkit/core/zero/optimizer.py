@@ -88,7 +88,7 @@ class ZeroOptimizer(Optimizer):
         users = _made(optimizer, params, arguments)
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
-        self.group = _group(group)
+        self.group = Group.of(group)
         self.elementwise = type(users) in ELEMENTWISE if elementwise is None else elementwise
         self._bucket_cap = bucket_cap_mb * 2**20
         self._loads = [0] * self.group.world_size  # numel that each rank steps, where parameters are whole
@@ -359,14 +359,6 @@ def _made(optimizer: Optimizer | type[Optimizer], params: Iterable[Any] | None, 
     if params is not None or arguments:
         raise TypeError(f"{cls.__name__} is made already, so neither params nor its arguments can be given")
     return optimizer
-
-
-def _group(group: dist.ProcessGroup | Group | None) -> Group:
-    if isinstance(group, Group):
-        return group
-    if group is None and dist.is_available() and dist.is_initialized():
-        return Group(dist.group.WORLD)
-    return Group(group)
 
 
 def _overlap(params: Sequence[Tensor]) -> bool:

@@ -206,11 +206,7 @@ def _group(group: dist.ProcessGroup | Group | None, mesh: DeviceMesh | None) -> 
         if mesh.ndim > 2:
             raise ValueError(f"the mesh must have one axis, or two (replicate, shard), got {mesh.ndim}: {mesh}")
         return _whole_mesh(mesh)
-    if isinstance(group, Group):
-        return group
-    if group is None and dist.is_available() and dist.is_initialized():
-        return Group(dist.group.WORLD)
-    return Group(group)
+    return Group.of(group)
 
 
 def _whole_mesh(mesh: DeviceMesh) -> Group:

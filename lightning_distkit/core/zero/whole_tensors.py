@@ -48,12 +48,12 @@ def cut_of(tensor: DTensor) -> Cut:
     """How it is cut.
 
     Raises:
-        NotImplementedError: not as FSDP2 cuts a plain parameter.
+        ValueError: not as FSDP2 cuts a plain parameter.
     """
     mesh, placements = tensor.device_mesh, tensor.placements
     cuts = [axis for axis, placement in enumerate(placements) if type(placement) is Shard]
     if len(cuts) != 1 or not all(type(each) in (Shard, Replicate) for each in placements):
-        raise NotImplementedError(
+        raise ValueError(
             f"a DTensor must be cut along one dimension, over one axis of its mesh, got {placements}: parameters that "
             "another parallelism has cut before are not supported; shard plain ones"
         )
