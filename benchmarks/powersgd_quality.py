@@ -4,7 +4,8 @@
 
 Two ranks train the demo's small GPT on Python's own sources and a perceptron on scikit-learn's digits, with each hook
 alike: the same weights, batches, number of steps and learning rates, the first 10 % of the steps whole. One JSON line a
-training, then the tables as Markdown. Bytes are those of one rank, by the ledger.
+training, then the tables as Markdown. Bytes are those of one rank, by the ledger. On the text plain DDP is also trained
+for fewer steps, each with a whole learning-rate schedule: so it is seen in how many it ends where a hook does.
 """
 
 import argparse
@@ -12,7 +13,8 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ from benchmarks.hosts import Host, one_host, run_on
 from lightning_distkit.core.compression import HOOKS, attach, ledger_of
 
 RANKS = 2
+SHORTER = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # shares of the steps, of plain DDP on the text
 WARM_UP = 0.1  # share of the steps that are not compressed
 N_VALIDATIONS = 8
 
@@ -155,11 +158,27 @@ def train(host: Host, name: str, arm: Arm, n_steps: int, seed: int) -> Curve:
     return curve
 
 
-def table(results: dict[str, dict[Arm, list[Curve]]]) -> str:
+def share_of_steps(loss: float, ends: dict[float, float]) -> float:
+    """In what share of the steps plain DDP ends with that loss: between the shares that were trained, a straight line.
+
+    Args:
+        ends: DDP's loss at the end, of each share.
+    """
+    known = sorted((end, share) for share, end in ends.items())
+    for (low, longer), (high, shorter) in pairwise(known):
+        if low <= loss <= high:
+            return longer + (shorter - longer) * (loss - low) / (high - low)
+    return known[0][1] if loss < known[0][0] else known[-1][1]
+
+
+def table(results: dict[str, dict[Arm, list[Curve]]], shorter: dict[str, dict[float, float]]) -> str:
     """One Markdown table a job: bytes, and the loss at the end, the mean over seeds and their range."""
     tables = []
     for name, of_job in results.items():
         rows = [["hook", "r", "MB sent", "x fewer", "validation loss", "worse than ddp"], ["---", "---", *["---:"] * 4]]
+        if shorter.get(name):
+            rows[0].append("as ddp in so many of the steps")
+            rows[1].append("---:")
         ddp = of_job[ARMS[0]]
         exact = statistics.fmean(curve.losses[-1] for curve in ddp)
         for arm, curves in of_job.items():
@@ -168,6 +187,8 @@ def table(results: dict[str, dict[Arm, list[Curve]]]) -> str:
             mean, sent = statistics.fmean(ends), curves[0].nbytes[-1]
             row = [str(arm).split(",")[0], str(arm.r or "-"), f"{sent / 1e6:.2f}", f"{ddp[0].nbytes[-1] / sent:.1f}"]
             rows.append([*row, f"{mean:.3f}{spread}", f"{mean - exact:+.3f}"])
+            if shorter.get(name):
+                rows[-1].append(f"{share_of_steps(mean, shorter[name] | {1.0: exact}):.2f}")
         tables.append(f"{name}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows))
     return "\n\n".join(tables)
 
@@ -198,6 +219,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="where to draw the curves")
     chosen = parser.parse_args()
     results: dict[str, dict[Arm, list[Curve]]] = {}
+    shorter: dict[str, dict[float, float]] = {}
     for name in JOBS if chosen.job == "all" else [chosen.job]:
         n_steps = chosen.steps or STEPS[name]
         results[name] = {arm: [] for arm in ARMS}
@@ -208,7 +230,12 @@ def main() -> None:
                 results[name][arm].append(curve)
                 line = {"job": name, "hook": arm.hook, "matrix_approximation_rank": arm.r or None, "seed": seed}
                 print(json.dumps(line | {"nbytes": curve.nbytes, "validation_loss": curve.losses}), flush=True)
-    print("\n" + table(results))
+        for share in SHORTER if name == "text" else ():
+            with one_host() as hosts:
+                curve = run_on(hosts, RANKS, train, name, ARMS[0], int(share * n_steps), 0, timeout=900)[0]
+            shorter.setdefault(name, {})[share] = curve.losses[-1]
+            print(json.dumps({"job": name, "hook": "ddp", "share_of_steps": share} | asdict(curve)), flush=True)
+    print("\n" + table(results, shorter))
     if chosen.picture:
         draw(results, chosen.picture)
 

@@ -8,7 +8,8 @@ latter need root. All hooks of a network live side by side in the same ranks and
 that whatever else the machine does falls on all of them; ratios are between neighbours in time. A step is zero_grad,
 forward, backward and SGD. One JSON line a figure, then the table as Markdown.
 
-torch's hook gets one bucket, for it kills the process with more on gloo; all else keeps DDP's own buckets.
+torch's hook gets one bucket, for it kills the process with more on gloo; all else keeps DDP's own buckets. In every
+arm, plain DDP's too, the gradients are views of the buckets, as ``strategy="powersgd"`` has them.
 """
 
 import argparse
@@ -74,7 +75,8 @@ class Trainee:
         module = make_model()
         torch.manual_seed(dist.get_rank())
         self.batches = batches(make_batch)
-        self.ddp = DistributedDataParallel(module, bucket_cap_mb=ONE_BUCKET_MB if arm.hook == "torch" else None)
+        one_bucket = ONE_BUCKET_MB if arm.hook == "torch" else None
+        self.ddp = DistributedDataParallel(module, bucket_cap_mb=one_bucket, gradient_as_bucket_view=True)
         self.ledger: Ledger | None = None  # torch's hook and DDP without one count nothing
         compressing: dict[str, Any] = (
             {"matrix_approximation_rank": arm.r, "start_powerSGD_iter": START} if arm.r else {}

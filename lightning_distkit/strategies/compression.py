@@ -117,7 +117,9 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
     Args:
         hook: "powersgd"; "acp_sgd", which sends the two factors in turn: half the bytes and one message a step;
             "batched_powersgd": one matrix for each bucket, much less accurate.
-        ddp_kwargs: all that `DDPStrategy` and ``DistributedDataParallel`` take.
+        ddp_kwargs: all that `DDPStrategy` and ``DistributedDataParallel`` take. ``gradient_as_bucket_view`` is on
+            unless it is given: the gradients then lie in DDP's buckets, which saves a copy of them in every step, and
+            in memory what the error feedback takes.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
                 "batched_powersgd compresses whole buckets, so its matrix_approximation_rank must not depend on names, "
                 f"got {matrix_approximation_rank!r}"
             )
-        super().__init__(hook, **ddp_kwargs)
+        super().__init__(hook, **{"gradient_as_bucket_view": True, **ddp_kwargs})
         arguments: dict[str, Any] = {
             "matrix_approximation_rank": matrix_approximation_rank,
             "start_powerSGD_iter": start_powerSGD_iter,

@@ -145,6 +145,23 @@ def test_manual_optimisation_synchronises_too(tmp_path: Path) -> None:
     assert ranks == [1, 1, 1]
 
 
+def views_of_buckets(ddp_kwargs: dict[str, Any], folder: Path) -> bool:
+    class Seeing(Net):
+        def on_train_start(self) -> None:
+            self.seen = self.trainer.strategy.model.gradient_as_bucket_view
+
+    net = Seeing()
+    trainer(PowerSGDDDPStrategy(**EARLY, **ddp_kwargs), folder).fit(net)
+    return net.seen
+
+
+@pytest.mark.parametrize(("ddp_kwargs", "expected"), [({}, True), ({"gradient_as_bucket_view": False}, False)])
+def test_gradients_are_views_of_buckets_unless_told_otherwise(
+    ddp_kwargs: dict[str, Any], expected: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(2, views_of_buckets, ddp_kwargs, tmp_path) == [expected, expected]
+
+
 def fit_twice(folder: Path) -> tuple[Tensor, int]:
     net = Net()
     fit = trainer(PowerSGDDDPStrategy(**EARLY), folder)

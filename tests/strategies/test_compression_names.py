@@ -50,7 +50,8 @@ def test_a_wrong_argument_is_refused_before_any_process_starts(make: Any, says: 
 
 def test_arguments_of_ddp_pass_through() -> None:
     strategy = PowerSGDDDPStrategy(find_unused_parameters=True, bucket_cap_mb=3, process_group_backend="gloo")
-    assert strategy._ddp_kwargs == {"find_unused_parameters": True, "bucket_cap_mb": 3}
+    given = {"find_unused_parameters": True, "bucket_cap_mb": 3}
+    assert strategy._ddp_kwargs == given | {"gradient_as_bucket_view": True}
 
 
 def script(code: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
