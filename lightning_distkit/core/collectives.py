@@ -47,6 +47,15 @@ def says_that_a_peer_is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, PeerError) and lost is not None
 
 
+@contextmanager
+def naming_the_cause(process_group: dist.ProcessGroup) -> Iterator[None]:
+    """Turn the backend's "connection closed" into a PeerError that says what happened and what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(what_happened(error, process_group.rank(), process_group.size())) from error
+
+
 class Group:
     """Some processes as seen from one of them. ``Group()`` is a world of one: the same code, and nothing is sent.
 
@@ -166,7 +175,7 @@ class Group:
             return [tensor.clone()]
         tensor = tensor.contiguous()
         gathered = [torch.empty_like(tensor) for _ in range(self.world_size)] if self.rank == 0 else None
-        with self._naming_the_cause():
+        with naming_the_cause(self._processes):
             dist.gather(tensor, gathered, group=self.process_group, group_dst=0)
         return gathered
 
@@ -200,7 +209,7 @@ class Group:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         longest = torch.tensor([mine.numel()], device=device)
-        with self._naming_the_cause():
+        with naming_the_cause(self._processes):
             dist.all_reduce(longest, dist.ReduceOp.MAX, group=self.process_group)
             padded = torch.zeros(int(longest), dtype=torch.uint8, device=device)
             padded[: mine.numel()] = mine.to(device)
@@ -210,22 +219,14 @@ class Group:
 
     def send(self, tensor: Tensor, to: int) -> None:
         """Give rank ``to`` a tensor that it will `receive`; blocks. Not counted: it belongs to no step."""
-        with self._naming_the_cause():
+        with naming_the_cause(self._processes):
             dist.send(tensor, group=self.process_group, group_dst=to)
 
     def receive(self, tensor: Tensor, sender: int) -> Tensor:
         """Fill ``tensor`` with what rank ``sender`` sends; blocks."""
-        with self._naming_the_cause():
+        with naming_the_cause(self._processes):
             dist.recv(tensor, group=self.process_group, group_src=sender)
         return tensor
-
-    @contextmanager
-    def _naming_the_cause(self) -> Iterator[None]:
-        """Turn the backend's "connection closed" into an error that says what happened and what to do."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise PeerError(what_happened(error, self.rank, self.world_size)) from error
 
 
 def _whole(shards: Sequence[Tensor]) -> Tensor:
@@ -249,7 +250,7 @@ class Pending:
         if self._work is None:
             return
         begin = perf_counter()
-        with self._group._naming_the_cause():
+        with naming_the_cause(self._group._processes):
             self._work.wait()
         self._group.ledger.add(waited_s=perf_counter() - begin)
 

@@ -106,9 +106,13 @@ class ZeroStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return self._stage.loads_after_setup
 
-    def setup(self, trainer: Any) -> None:
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.lightning_module is not None
         self._has_failed = False
-        self._stage.check(trainer)
+        self._stage.check(self.lightning_module.trainer)
+
+    def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             self.configure_ddp()

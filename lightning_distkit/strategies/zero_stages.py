@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
@@ -26,7 +27,9 @@ from lightning_distkit.core.zero import (
     sync_module_states,
     unshard_parameters,
 )
+from lightning_distkit.core.zero.fsdp_state import param_groups_of, reshard
 from lightning_distkit.core.zero.policy import Policy
+from lightning_distkit.strategies.zero_callbacks import TakenOver, take_over
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -37,7 +40,7 @@ class Stage(Protocol):
     loads_after_setup: bool  # whether a checkpoint's weights are loaded into the prepared module
 
     def check(self, trainer: Any) -> None:
-        """Refuse what cannot work, before anything is done."""
+        """Refuse what cannot work, and prepare what is to be set up, before anything is done."""
 
     def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
         """Make the module ready, in place; it may be on the meta device."""
@@ -122,14 +125,16 @@ class ShardedParameters:
             "reshard_after_forward": reshard_after_forward,
         }
         self._elementwise = elementwise
+        self._callbacks: list[TakenOver] = []
 
     def check(self, trainer: Any) -> None:
         for callback in trainer.callbacks:
-            if isinstance(callback, (BaseFinetuning, ModelPruning, StochasticWeightAveraging, WeightAveraging)):
+            if isinstance(callback, ModelPruning):
                 raise MisconfigurationException(
-                    f"{type(callback).__name__} works on whole parameters, and in stage 3 no rank has them: use stage "
-                    "2, which shards all but the parameters"
+                    f"{type(callback).__name__} masks whole parameters, and in stage 3 no rank has them: use stage 2, "
+                    "which shards all but the parameters"
                 )
+        self._callbacks = take_over(trainer)
         for loop in (
             trainer.fit_loop.epoch_loop.val_loop,
             trainer.validate_loop,
@@ -140,18 +145,23 @@ class ShardedParameters:
 
     def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
         if sharding_of(module) is not None:  # an error had ended the last fit
-            self.restore(module)
-        shard_parameters(module, group, **self._arguments)
+            self._unshard(module)
+        for callback in self._callbacks:
+            callback.before_sharding(module)
+        arguments = dict(self._arguments)
+        if not module.automatic_optimization and arguments["policy"] == "auto":
+            arguments["policy"] = "children"  # in case there are several backwards in a step
+        shard_parameters(module, group, **arguments)
+        for callback in self._callbacks:
+            callback.after_sharding(module)
         for name in _STEPS:  # the module is the root, and Lightning calls these and not its forward
             register_fsdp_forward_method(module, name)
+            if name != "training_step":  # no backward follows, and hooks are to find shards
+                setattr(module, name, _resharding_after(getattr(module, name), module))
 
     def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> DTensorOptimizer:
         if not module.automatic_optimization and isinstance(module.optimizers(), list):
-            # The root's parameters are gathered for one forward and one backward in a training_step.
-            raise MisconfigurationException(
-                "several optimizers in manual optimization need several backwards in a step, and in stage 3 the "
-                "parameters are whole for one: use stage 2, which shards all but the parameters"
-            )
+            _check_that_blocks_have_all(module)
         return DTensorOptimizer(optimizer, module, elementwise=self._elementwise)
 
     def state_dict(self, module: LightningModule) -> dict[str, Any]:
@@ -161,12 +171,47 @@ class ShardedParameters:
         load_module_full_state_dict(module, state_dict, strict)
 
     def restore(self, module: LightningModule) -> None:
+        for callback in self._callbacks:
+            callback.release()
+        self._unshard(module)
+
+    def _unshard(self, module: LightningModule) -> None:
         unshard_parameters(module)
         for name in _STEPS:
             module.__dict__.pop(name, None)  # what register_fsdp_forward_method has put there
 
     def abandon(self, module: LightningModule) -> None:
+        for callback in self._callbacks:
+            callback.abandon()
         for each in module.modules():
             if isinstance(each, FSDPModule):
                 each.reshard()  # the error may have come where a block was whole
         module.zero_grad()  # and where some gradients were shards and others not
+
+
+def _resharding_after(step: Callable[..., Any], module: LightningModule) -> Callable[..., Any]:
+    @wraps(step)
+    def stepping(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        reshard(module)
+        return result
+
+    return stepping
+
+
+def _check_that_blocks_have_all(module: LightningModule) -> None:
+    """Raise if several backwards in one training_step cannot work.
+
+    The root is gathered as its training_step begins and freed in the first backward, while a block is gathered in each
+    of its forwards. That one sees, on CUDA, what an optimizer has just stepped: with the end of a backward FSDP2's
+    "forward of the root" is over, so the next block that runs forward begins a new one, and its streams of gathers wait
+    for the stream that the step ran on.
+    """
+    params = {each.sharded_param for group in param_groups_of(module, recurse=False) for each in group.fsdp_params}
+    if names := [name for name, param in module.named_parameters() if param in params]:
+        raise MisconfigurationException(
+            "several optimizers in manual optimization mean several backwards in a step, and in stage 3 parameters "
+            f"that no block has are whole for one only; here those are {', '.join(names[:5])}"
+            f"{' and others' if len(names) > 5 else ''}: put them into a child module of their own (not shared by "
+            "two), let the policy match it, or use stage 2, which shards all but the parameters"
+        )

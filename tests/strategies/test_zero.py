@@ -10,15 +10,12 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-    WeightAveraging,
+    ModelPruning,
 )
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_distkit import ZeroStrategy
 from tests.ranks import run_ranks
@@ -100,35 +97,52 @@ def random_data(rank: int, n_batches: int) -> tuple[Tensor, Tensor]:
     return torch.randn(4 * n_batches, 16, generator=random), torch.randn(4 * n_batches, 4, generator=random)
 
 
-class Averaged(WeightAveraging):
+class Adversarial(Net):
+    """One network's loss is by way of the other, which has a loss of its own; a forward serves two backwards."""
+
+    toggles = False
+
     def __init__(self) -> None:
-        super().__init__(avg_fn=lambda average, current, n: average + (current - average) / (n + 1))
-
-
-class Backbone(PlainNet):
-    """Frozen at first, then a param group added late. ``n_ranks`` in one process: their batches at once."""
-
-    def __init__(self, n_ranks: int = 1) -> None:
         super().__init__()
-        self.n_ranks = n_ranks
-        self.backbone = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+        self.automatic_optimization = False
+        self.judge = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.unused = nn.Linear(3, 3)
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return super().training_step([self.backbone(batch[0]), batch[1]], batch_idx)
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        makes, judges = self.optimizers()
+        made = self.net(batch[0])
+        self.minimize(judges, lambda: self.judge(made.detach()).square().mean() - self.judge(batch[1]).mean())
+        self.minimize(makes, lambda: -self.judge(made).mean())
+        if batch_idx % 2 == 1:
+            self.minimize(makes, lambda: (self.net(batch[0]) - batch[1]).square().mean())
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        pass
+    def minimize(self, optimizer: Any, loss: Callable[[], Tensor]) -> None:
+        if self.toggles:
+            self.toggle_optimizer(optimizer)
+        optimizer.zero_grad()
+        self.manual_backward(loss())
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        if self.toggles:
+            self.untoggle_optimizer(optimizer)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+        return torch.optim.Adam(self.net.parameters(), 1e-2), torch.optim.SGD(self.judge.parameters(), 0.1)
 
-    def data(self) -> DataLoader[Any]:
-        first = self.trainer.global_rank
-        of_ranks = [random_data(rank, self.n_batches) for rank in range(first, first + self.n_ranks)]
-        x, y = (torch.stack(each, 1).flatten(0, 1) for each in zip(*of_ranks, strict=True))
-        return DataLoader(TensorDataset(x, y), batch_size=4 * self.n_ranks)
 
-    train_dataloader = val_dataloader = data
+class Toggling(Adversarial):
+    toggles = True
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        makes, judges = self.optimizers()
+        self.minimize(judges, lambda: self.judge(self.net(batch[0])).mean() - self.judge(batch[1]).mean())
+        self.minimize(makes, lambda: (self.judge(self.net(batch[0])) - 1).square().mean())
+
+
+class WithGain(Manual):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
 
 
 KINDS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
@@ -149,9 +163,11 @@ KINDS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "bf16-mixed, clipped": (Net, lambda: {"precision": "bf16-mixed", "gradient_clip_val": 0.1}),
     "clip value": (Net, lambda: {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "manual": (Manual, dict),
-    "averaging": (Net, lambda: {"callbacks": [Averaged()], "max_epochs": 2}),
-    "swa": (Unscheduled, lambda: {"callbacks": [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], "max_epochs": 3}),
+    "manual, adversarial": (Adversarial, dict),
+    "manual, adversarial, toggled": (Toggling, dict),
+    "manual, with parameters in no child": (WithGain, dict),
     "early stopping": (Net, lambda: {"callbacks": [EarlyStopping("val_loss", patience=0)], "max_epochs": 3}),
+    "pruning": (Net, lambda: {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)], "max_epochs": 2}),
     "overfit": (Net, lambda: {"overfit_batches": 2, "max_epochs": 2}),
 }
 
@@ -166,9 +182,8 @@ def trained(kind: str, stage: int, folder: Path) -> tuple[Tensor, list[float], d
 
 
 REFUSED_IN_STAGE_3 = {
-    "manual": "several optimizers in manual optimization need several backwards in a step",
-    "averaging": "Averaged works on whole parameters, and in stage 3 no rank has them: use stage 2",
-    "swa": "StochasticWeightAveraging works on whole parameters",
+    "manual, with parameters in no child": "parameters that no block has are whole for one only; here those are gain:",
+    "pruning": "ModelPruning masks whole parameters, and in stage 3 no rank has them: use stage 2",
 }
 
 
@@ -198,20 +213,3 @@ def test_every_kind_of_training_equals_ddps(kind: str, stage: int, tmp_path: Pat
     torch.testing.assert_close(got[0][2], wanted[0][2], **tolerance)
     assert got[0][1] == pytest.approx(wanted[0][1], rel=2e-2 if is_half else 1e-5)
     assert got[0][1] == got[1][1]
-
-
-def finetuned(stage: int, folder: Path) -> Tensor:
-    alone = stage == 0
-    net = Backbone(n_ranks=2 if alone else 1)
-    callbacks = [BackboneFinetuning(1, backbone_initial_ratio_lr=0.1)]
-    fit = trainer(strategy_for(stage), folder, max_epochs=3, callbacks=callbacks)
-    fit.fit(net)
-    return parameters(net)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_layers_unfrozen_on_the_way_are_trained_as_on_one_device(stage: int, tmp_path: Path) -> None:
-    # Not as with DDP, which never averages the gradients of what was frozen when it began.
-    first, second = run_ranks(2, finetuned, stage, tmp_path)
-    assert torch.equal(first, second)
-    torch.testing.assert_close(first, run_ranks(1, finetuned, 0, tmp_path)[0], rtol=1e-5, atol=1e-6)

@@ -11,6 +11,9 @@ from lightning_distkit.core.zero.grad_scaler import GradScaler as GradScaler
 from lightning_distkit.core.zero.gradients import shard_gradients as shard_gradients
 from lightning_distkit.core.zero.initialise import check_initialisable as check_initialisable
 from lightning_distkit.core.zero.initialise import initialise as initialise
+from lightning_distkit.core.zero.local_shards import ShardedCopy as ShardedCopy
+from lightning_distkit.core.zero.local_shards import local_shards as local_shards
+from lightning_distkit.core.zero.local_shards import without_weights as without_weights
 from lightning_distkit.core.zero.module_state import load_module_full_state_dict as load_module_full_state_dict
 from lightning_distkit.core.zero.module_state import module_full_state_dict as module_full_state_dict
 from lightning_distkit.core.zero.optimizer import ELEMENTWISE as ELEMENTWISE

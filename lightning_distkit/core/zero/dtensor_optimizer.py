@@ -21,9 +21,12 @@ from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.zero import norm
+from lightning_distkit.core.zero.dtensor_state import gathered_state, load_whole_state
+from lightning_distkit.core.zero.fsdp_state import reshard
 from lightning_distkit.core.zero.optimizer import ELEMENTWISE, REFUSED
+from lightning_distkit.core.zero.owners import Owners
 from lightning_distkit.core.zero.sharding import sharding_of
-from lightning_distkit.core.zero.whole_tensors import cut_of, detached, gather, local, scatter_, shard_like, take_shard
+from lightning_distkit.core.zero.whole_tensors import cut_of, local, shard_like
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +63,29 @@ class DTensorOptimizer(Optimizer):
         if not self.elementwise and elementwise is None:
             logger.info("%s may need whole matrices: each rank steps whole parameters", type(optimizer).__name__)
         self._unused = None if sharding is None else sharding.unused
-        self._owners: dict[Tensor, int] = {}  # rank that steps it, the same on every rank
-        self._loads: list[int] = []  # numel that each rank owns
-        self._wholes: dict[Tensor, nn.Parameter] = {}  # what is stepped in its place; without elements between steps
-        self._whole_state: dict[Tensor, dict[str, Any]] = {}  # of those that this rank owns
+        self.owners = Owners()  # of no parameter where shards are stepped
         self._check(optimizer.param_groups)
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
+        param_groups, state = optimizer.param_groups, optimizer.state
+        super().__init__(param_groups, optimizer.defaults)  # which sets both anew
+        self.param_groups, self.state = param_groups, state
+
+    # Both are the optimizer's own, whoever sets them: its load_state_dict, or a callback that adds groups on resuming.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
 
     def _check(self, param_groups: Sequence[dict[str, Any]]) -> None:
         params = [param for param_group in param_groups for param in param_group["params"]]
@@ -109,9 +127,7 @@ class DTensorOptimizer(Optimizer):
             self._step_shards()
         else:
             self._step_wholes()
-        for each in self.module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()  # what a forward without a backward has left whole is out of date now
+        reshard(self.module)  # what a forward without a backward has left whole is out of date now
         nbytes = sum(param.numel() * param.element_size() for param in self.params)
         self.group.ledger.add(nbytes_whole=self.group.ring_nbytes(nbytes))
         self.group.ledger.step()
@@ -157,7 +173,7 @@ class DTensorOptimizer(Optimizer):
                 name: local(value) if isinstance(value, DTensor) else value for name, value in state.items()
             }
         try:
-            with self._stepping(stand_ins):
+            with self.stepping(stand_ins):
                 self.optimizer.step()
         finally:
             for param, shard in stand_ins.items():
@@ -165,41 +181,15 @@ class DTensorOptimizer(Optimizer):
                     self.state[param] = _as_dtensors(self.state.pop(shard), param, kept.get(param, {}))
 
     def _step_wholes(self) -> None:
-        """Gradient and parameter to the owner, and the parameter back: ``1 / W`` of what the rest of a step sends."""
-        stepped = [param for param in self.params if param.grad is not None]
-        cut = [param for param in stepped if isinstance(param, DTensor)]
-        owners = {param: self._owner(param) for param in cut}
-        ledger = self.group.ledger
-        grads = gather([(cast(DTensor, param.grad), owners[param]) for param in cut], ledger)
-        values = gather([(detached(param), owners[param]) for param in cut], ledger)
-        for param, grad, value in zip(cut, grads, values, strict=True):
-            if value is not None:
-                whole = self._whole(param)
-                whole.data, whole.grad = value, grad
-        with self._stepping({param: self._wholes.get(param) for param in cut}), self._with_whole_state():
+        with (
+            self.owners.whole_parameters(self.params, self.group.ledger) as wholes,
+            self.stepping(wholes),
+            self.owners.state_in(self.state),
+        ):
             self.optimizer.step()
-        mine = [self._wholes[param].detach() if param in self._wholes else None for param in cut]
-        scatter_([(detached(param), owners[param], whole) for param, whole in zip(cut, mine, strict=True)], ledger)
-        for whole in self._wholes.values():
-            whole.data, whole.grad = whole.data.new_empty(0), None
-
-    def _owner(self, param: DTensor) -> int:
-        """The rank, in the group of its shards, that steps ``param``: the one with least so far."""
-        if param not in self._owners:
-            self._loads = self._loads or [0] * cut_of(param).world_size
-            new = [each for each in self.params if each not in self._owners and isinstance(each, DTensor)]
-            for each in sorted(new, key=Tensor.numel, reverse=True):
-                self._owners[each] = self._loads.index(min(self._loads))
-                self._loads[self._owners[each]] += each.numel()
-        return self._owners[param]
-
-    def _whole(self, param: DTensor) -> nn.Parameter:
-        if param not in self._wholes:
-            self._wholes[param] = nn.Parameter(local(param).new_empty(0), requires_grad=param.requires_grad)
-        return self._wholes[param]
 
     @contextmanager
-    def _stepping(self, stand_ins: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
+    def stepping(self, stand_ins: Mapping[Tensor, Tensor | None]) -> Iterator[None]:
         """Within this, the optimizer has these in place of its parameters; those with None it has not."""
         kept = [param_group["params"] for param_group in self.param_groups]
         for param_group in self.param_groups:
@@ -210,18 +200,6 @@ class DTensorOptimizer(Optimizer):
         finally:
             for param_group, params in zip(self.param_groups, kept, strict=True):
                 param_group["params"] = params
-
-    @contextmanager
-    def _with_whole_state(self) -> Iterator[None]:
-        """Within this, the optimizer's state is that of the whole parameters, by these."""
-        for param, state in self._whole_state.items():
-            self.state[self._wholes[param]] = state
-        try:
-            yield
-        finally:
-            for param, whole in self._wholes.items():
-                if whole in self.state:
-                    self._whole_state[param] = self.state.pop(whole)
 
     # -- norms
 
@@ -240,7 +218,7 @@ class DTensorOptimizer(Optimizer):
         """The norm of all gradients as one vector: a plain scalar, the same on every rank (pytorch#170862)."""
         grads = [shard.grad for shard in self._shards() if shard.grad is not None]
         dtype = reduce(torch.promote_types, (param.dtype for param in self.params), torch.float32)
-        return norm.total(grads, norm_type, self._group_of_shards(), self._device, dtype)
+        return norm.total(grads, norm_type, self._group_of_shards(), self.device, dtype)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -262,7 +240,7 @@ class DTensorOptimizer(Optimizer):
         return Group()
 
     @property
-    def _device(self) -> torch.device:
+    def device(self) -> torch.device:
         return next((local(param).device for param in self.params), torch.device("cpu"))
 
     # -- state
@@ -273,7 +251,7 @@ class DTensorOptimizer(Optimizer):
         Raises:
             RuntimeError: where whole parameters are stepped, whose state is no DTensor.
         """
-        if not self.elementwise and self._owners:
+        if self.owners:
             raise RuntimeError(
                 f"the state of {type(self.optimizer).__name__} is that of whole parameters, each on one rank, and has "
                 "no sharded form; use state_dict"
@@ -285,13 +263,7 @@ class DTensorOptimizer(Optimizer):
         if not self.elementwise and any(isinstance(param, DTensor) for param in self.params):
             raise RuntimeError(f"the state of {type(self.optimizer).__name__} has no sharded form; use load_state_dict")
         self.optimizer.load_state_dict(state_dict)
-        self._rejoin()
 
-    def _rejoin(self) -> None:
-        """torch's load_state_dict makes new objects of what this shares with the optimizer."""
-        self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
-
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """On rank 0 what the plain optimizer's ``state_dict()`` would be, on the CPU; an empty dict on the others.
 
@@ -300,56 +272,8 @@ class DTensorOptimizer(Optimizer):
         Raises:
             RuntimeError: another rank did not call it.
         """
-        self.group.meet("state_dict")
-        packed = self._packed()
-        state: dict[int, dict[str, Any]] = {}
-        for number, param in enumerate(self.params):
-            if isinstance(param, DTensor) and not self.elementwise:
-                its = self._from_owner(param)
-            else:
-                its = {name: self._on_rank_0(value) for name, value in self.state.get(param, {}).items()}
-            if its:
-                state[number] = its
-        return {"state": state, **packed} if self.group.rank == 0 else {}
+        return gathered_state(self)
 
-    def _packed(self) -> dict[str, Any]:
-        """The plain state dict without the state."""
-        held, self.optimizer.state = self.optimizer.state, type(self.optimizer.state)(dict)
-        try:
-            packed = self.optimizer.state_dict()
-        finally:
-            self.optimizer.state = held
-        return {name: value for name, value in packed.items() if name != "state"}
-
-    def _on_rank_0(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            (whole,) = gather([(value, 0)])
-            return whole.cpu() if whole is not None else None
-        return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-    def _from_owner(self, param: DTensor) -> dict[str, Any]:
-        """The state of a parameter that one rank has whole, on rank 0; on the others nothing of use."""
-        cut, owner = cut_of(param), self._owner(param)
-        group = Group(cut.group)
-        mine = self._whole_state.get(param, {}) if cut.rank == owner else {}
-        if owner == 0:
-            return {name: self._on_rank_0(value) for name, value in mine.items()}
-        header = group.everyones(
-            {name: (value.shape, value.dtype) if isinstance(value, Tensor) else value for name, value in mine.items()},
-            local(param).device,
-        )[owner]
-        its: dict[str, Any] = {}
-        for name, value in header.items():
-            if not (isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], torch.dtype)):
-                its[name] = value
-            elif cut.rank == owner:
-                group.send(mine[name].contiguous().to(local(param).device), 0)
-            elif cut.rank == 0:
-                received = torch.empty(value[0], dtype=value[1], device=local(param).device)
-                its[name] = group.receive(received, owner).cpu()
-        return its
-
-    @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of what the plain optimizer, or `state_dict` at any world size, has said.
 
@@ -358,68 +282,7 @@ class DTensorOptimizer(Optimizer):
         Raises:
             ValueError: on every rank, if on one of them it is another optimizer's; nothing is changed then.
         """
-        self.group.refuse_together(self._refusal(state_dict), self._device)
-        params, ids = self.params, [number for saved in state_dict["param_groups"] for number in saved["params"]]
-        whole = dict(zip(ids, params, strict=True))
-        stand_ins: dict[Tensor, Tensor] = {}
-        state: dict[int, dict[str, Any]] = {}
-        for number, param in whole.items():
-            its = state_dict["state"].get(number)
-            if isinstance(param, DTensor) and not self.elementwise:
-                stand_ins[param] = self._whole(param)
-                if self._owner(param) != cut_of(param).rank:
-                    its = None
-            if its is not None:
-                state[number] = {name: self._own_part(value, param) for name, value in its.items()}
-        with self._stepping(stand_ins):
-            self._whole_state.clear()
-            self.optimizer.load_state_dict({**state_dict, "state": state})
-            self._rejoin()
-            for param in stand_ins:
-                if (stood := self._wholes[param]) in self.state:
-                    self._whole_state[param] = self.state.pop(stood)
-                if self._owner(cast(DTensor, param)) != cut_of(cast(DTensor, param)).rank:
-                    del self._wholes[param]
-
-    def _own_part(self, value: Any, param: Tensor) -> Any:
-        """A copy: torch's optimizers keep what they are given, and may not write to the caller's, or to a file."""
-        if not isinstance(value, Tensor):
-            return value
-        if self.elementwise and isinstance(param, DTensor) and value.shape == param.shape:
-            return take_shard(value, param)
-        return value.clone()
-
-    def _refusal(self, state_dict: Any) -> str | None:
-        """Why this is no state of the optimizer, or None."""
-        try:
-            ours = [len(each["params"]) for each in self.param_groups]
-            theirs = [len(each["params"]) for each in state_dict["param_groups"]]
-            if ours != theirs:
-                return (
-                    f"the state dict must be of an optimizer with the same param groups, of {ours} parameters, got one "
-                    f"of {theirs}; make the optimizer as the one that was saved"
-                )
-            ids = [number for saved in state_dict["param_groups"] for number in saved["params"]]
-            for number, param in zip(ids, self.params, strict=True):
-                for name, value in state_dict["state"].get(number, {}).items():
-                    if isinstance(value, Tensor) and not self._fits(value, param):
-                        return (
-                            f"{name!r} of parameter {number} must fit the parameter's shape {tuple(param.shape)}, got "
-                            f"{tuple(value.shape)}: the state dict is of another model"
-                        )
-        except (AttributeError, IndexError, KeyError, TypeError) as error:  # others would wait for this rank
-            what = "an optimizer's state dict must have 'state' and 'param_groups' as torch makes them; this has not"
-            return f"{what}: {error!r}"
-        return None
-
-    def _fits(self, value: Tensor, param: Tensor) -> bool:
-        if value.numel() == 1 or value.shape == param.shape:
-            return True
-        if self.elementwise:
-            return False
-        # Adafactor's rows and columns; what the optimizers of others keep of a whole matrix, nobody can know.
-        factor = value.ndim == param.ndim and all(n in (1, m) for n, m in zip(value.shape, param.shape, strict=True))
-        return factor or not type(self.optimizer).__module__.startswith("torch.optim.")
+        load_whole_state(self, state_dict)
 
 
 def _as_dtensors(state: dict[str, Any], param: Tensor, before: dict[str, Any]) -> dict[str, Any]:

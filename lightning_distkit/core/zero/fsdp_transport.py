@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
+from lightning_distkit.core.collectives import naming_the_cause
 from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.core.point_to_point import Exchange, all_gather_, reduce_scatter_
 from lightning_distkit.core.reuse import Buffers
-from lightning_distkit.core.zero.whole_tensors import naming_the_cause
 
 
 class _Counted(dist.Work):
@@ -146,8 +146,9 @@ class PointToPointReduceScatter(ReduceScatter):
     def _is_read_at_once(self) -> bool:
         """Whether FSDP2 casts, adds up, reduces further, moves or shows the gradients before the backward's end."""
         its = self._param_group
+        reduced_in = its._reduce_dtype or its.mp_policy.param_dtype or its._orig_dtype  # None: what it computes in
         return (
-            its._reduce_dtype != its._orig_dtype
+            reduced_in != its._orig_dtype
             or isinstance(its.mesh_info, DDPMeshInfo)
             or its._all_reduce_hook is not None
             or any(

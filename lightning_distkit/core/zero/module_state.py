@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.zero.fsdp_state import reshard
 from lightning_distkit.core.zero.sharding import sharding_of
 from lightning_distkit.core.zero.whole_tensors import detached, gather, take_shard
 
@@ -29,17 +30,24 @@ def module_full_state_dict(module: nn.Module) -> dict[str, Any]:
     sharding = sharding_of(module)
     if sharding is not None:
         sharding.group.meet("module_full_state_dict")
-    rank = 0 if sharding is None else sharding.group.rank
+    return gathered(_sharded_state_dict(module), Group() if sharding is None else sharding.group)
+
+
+def gathered(state: Mapping[str, Any], group: Group) -> dict[str, Any]:
+    """``state`` with whole tensors in the place of DTensors, on the CPU of rank 0; on the others empty. Collective.
+
+    What is one object under several names is sent once, and is one in the result.
+    """
     wholes: dict[int, Tensor | None] = {}
     result: dict[str, Any] = {}
-    for name, value in _sharded_state_dict(module).items():
+    for name, value in state.items():
         if not isinstance(value, Tensor):
             result[name] = value
             continue
         if id(value) not in wholes:
-            wholes[id(value)] = _on_rank_0(value, rank)
+            wholes[id(value)] = _on_rank_0(value, group.rank)
         result[name] = wholes[id(value)]
-    return result if rank == 0 else {}
+    return result if group.rank == 0 else {}
 
 
 @torch.no_grad()
@@ -60,18 +68,21 @@ def load_module_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any]
         return
     own = _sharded_state_dict(module)
     sharding.group.refuse_together(_refusal(module, own, state_dict, strict), _device(own))
-    sharded = {
+    module.load_state_dict(sharded_part(module, state_dict), strict=strict)
+
+
+def sharded_part(module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``load_state_dict`` of the sharded module takes: the same with DTensors, this rank's shards copied."""
+    own = _sharded_state_dict(module)
+    return {
         name: take_shard(value, its, its.dtype) if isinstance(its := own.get(name), DTensor) else value
         for name, value in state_dict.items()
     }
-    module.load_state_dict(sharded, strict=strict)
 
 
 def _sharded_state_dict(module: nn.Module) -> dict[str, Any]:
     """With the parameters themselves, so that tied ones are the same object."""
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
+    reshard(module)
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     return state
 

@@ -22,11 +22,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.zero.fsdp_state import param_groups_of, reshard, state_of
 from lightning_distkit.core.zero.fsdp_transport import use_point_to_point
 from lightning_distkit.core.zero.initialise import check_initialisable, initialise
 from lightning_distkit.core.zero.module_state import load_module_full_state_dict
 from lightning_distkit.core.zero.policy import Policy, find_blocks
 from lightning_distkit.core.zero.sharding import ATTRIBUTE, Sharding, sharding_of
+from lightning_distkit.core.zero.unfreezing import follow
 from lightning_distkit.core.zero.units import agree, check, units_of
 from lightning_distkit.core.zero.unused import Unused
 from lightning_distkit.core.zero.whole_tensors import detached, full, gather
@@ -112,13 +114,14 @@ def shard_parameters(
         fully_shard(unit.module, ignored_params=unit.ignored or None, **arguments)
     blocks = {unit.name: unit.module for unit in units if unit.name}
     unused = Unused() if find_unused_parameters else None
-    if unused is not None:
-        for param_group in _param_groups(module):
+    for param_group in param_groups_of(module):
+        follow(param_group)
+        if unused is not None:
             unused.attach(param_group)
     module.__dict__[ATTRIBUTE] = Sharding(ranks, blocks, unused)
     root = cast(FSDPModule, module)
     if point_to_point if point_to_point is not None else device.type == "cpu":
-        use_point_to_point(_param_groups(module), ranks.ledger)
+        use_point_to_point(param_groups_of(module), ranks.ledger)
     if n_prefetched:
         _prefetch([root, *(cast(FSDPModule, block) for block in blocks.values())], n_prefetched)
 
@@ -143,10 +146,8 @@ def unshard_parameters(module: Module, rank_0_only: bool = False) -> Module:
     if sharding is None:
         return module
     sharding.group.meet("unshard_parameters")
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            each.reshard()
-    for param_group in _param_groups(module):
+    reshard(module)
+    for param_group in param_groups_of(module):
         for fsdp_param in param_group.fsdp_params:
             sharded: DTensor = fsdp_param.sharded_param
             if rank_0_only:
@@ -172,7 +173,7 @@ def unshard_parameters(module: Module, rank_0_only: bool = False) -> Module:
 
 def _strip(module: Any) -> None:
     """Take FSDP2's hooks, class and state away from one module."""
-    state = _state_of(module)
+    state = state_of(module)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     module.__class__ = type(module).__mro__[2]  # [FSDP + its name, FSDPModule, the plain class, ...]
@@ -183,20 +184,6 @@ def _strip(module: Any) -> None:
         if not entries:
             module.__dict__.pop(key, None)
     _module_state_mapping.pop(module, None)
-
-
-def _state_of(module: nn.Module) -> Any:
-    return cast(Any, fully_shard).state(module)
-
-
-def _param_groups(module: nn.Module) -> list[Any]:
-    """FSDP2's FSDPParamGroups, in the order of modules: one a module in torch 2.11, several possible since."""
-    groups: list[Any] = []
-    for each in module.modules():
-        if isinstance(each, FSDPModule):
-            state = _state_of(each)
-            groups += getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [each for each in groups if each is not None]
 
 
 def _group(group: dist.ProcessGroup | Group | None, mesh: DeviceMesh | None) -> Group:

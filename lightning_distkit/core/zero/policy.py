@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
@@ -25,6 +25,8 @@ def find_blocks(module: nn.Module, policy: Policy = "auto") -> dict[str, nn.Modu
             - ``"auto"``: the elements of each ModuleList or Sequential whose class occurs there more than once, as the
               layers of a transformer do, and none within them; where there are none, the children with at least
               100,000 elements; where there are none either, no block.
+            - ``"children"``: those of ``"auto"``, and each child (of a ModuleList or ModuleDict each element), so that
+              the root keeps only parameters of its own: for several backwards in one forward of the root.
             - a module class, its import path, or several classes: all modules of them, nested ones, too.
             - a number of elements: from the leaves upwards, each module that holds so many outside of blocks below it.
             - ``f(name, module) -> bool``.
@@ -36,6 +38,9 @@ def find_blocks(module: nn.Module, policy: Policy = "auto") -> dict[str, nn.Modu
     """
     if policy is None:
         return {}
+    if policy == "children":
+        chosen = {*find_blocks(module, "auto").values(), *_children(module)}
+        return {name: each for name, each in module.named_modules() if each in chosen}
     if policy == "auto":
         return _repeated(module) or {
             name: child
@@ -77,13 +82,22 @@ def _predicate(policy: object) -> Callable[[str, nn.Module], bool]:
     elif callable(policy) and not isinstance(policy, type):
         return lambda name, each: bool(policy(name, each))
     raise TypeError(
-        "policy must be 'auto', a module class or several, a number of elements, f(name, module) -> bool or None, got "
-        f"{policy!r}"
+        "policy must be 'auto', 'children', a module class or several, a number of elements, f(name, module) -> bool "
+        f"or None, got {policy!r}"
     )
 
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """Those with parameters, and a forward in which to gather them."""
+    for child in module.children():
+        if isinstance(child, _WITHOUT_FORWARD):
+            yield from _children(child)
+        elif _numel(child):
+            yield child
 
 
 def _repeated(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:

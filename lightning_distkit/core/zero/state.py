@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_distkit.core.zero.bucket import Bucket, Piece, in_memory_order, in_shape_of
+from lightning_distkit.core.zero.foreign_state import why_foreign
 
 if TYPE_CHECKING:
     from lightning_distkit.core.zero.optimizer import ZeroOptimizer
@@ -76,7 +77,8 @@ def _gather(
 
 def load_whole_state(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> None:
     """What ``ZeroOptimizer.load_state_dict`` promises."""
-    optimizer.group.refuse_together(_refusal(optimizer, state_dict), optimizer.device)
+    refusal = why_foreign(optimizer.inner, optimizer.param_groups, optimizer.elementwise, state_dict)
+    optimizer.group.refuse_together(refusal, optimizer.device)
     params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
     ids = [number for saved in state_dict["param_groups"] for number in saved["params"]]
     for ours, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -117,30 +119,6 @@ def _of(param_groups: Sequence[dict[str, Any]]) -> Iterator[Tensor]:
 
 def _is_cut(value: Tensor, param: Tensor) -> bool:
     return value.shape == param.shape and param.dim() > 0
-
-
-def _refusal(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> str | None:
-    """Why this is no state of ``optimizer``, or None."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        return "an optimizer's state dict must have 'state' and 'param_groups'; this is none"
-    if not all(isinstance(each, dict) and "params" in each for each in state_dict["param_groups"]):
-        return "each of an optimizer's param_groups must have its 'params'; in this state dict one has not"
-    ours = [len(each["params"]) for each in optimizer.param_groups]
-    theirs = [len(each["params"]) for each in state_dict["param_groups"]]
-    if ours != theirs:
-        return (
-            f"the state dict must be of an optimizer with the same param groups, of {ours} parameters, got one of "
-            f"{theirs}; make the optimizer as the one that was saved"
-        )
-    ids = [number for saved in state_dict["param_groups"] for number in saved["params"]]
-    for number, param in zip(ids, _of(optimizer.param_groups), strict=True):
-        for name, value in state_dict["state"].get(number, {}).items():
-            if optimizer.elementwise and isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape:
-                return (
-                    f"{name!r} of parameter {number} must fit the parameter's shape {tuple(param.shape)}, got "
-                    f"{tuple(value.shape)}: the state dict is of another model"
-                )
-    return None
 
 
 # -- a bucket's state as a message to rank 0

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_distkit.core.zero.whole_tensors import naming_the_cause
+from lightning_distkit.core.collectives import naming_the_cause
 
 
 class Unused:

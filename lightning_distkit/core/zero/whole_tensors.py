@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import cast
@@ -13,17 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_distkit.core.collectives import PeerError, what_happened
+from lightning_distkit.core.collectives import naming_the_cause
 from lightning_distkit.core.ledger import Ledger
-
-
-@contextmanager
-def naming_the_cause(group: dist.ProcessGroup) -> Iterator[None]:
-    """Turn the backend's "connection closed" into a PeerError that says what happened and what to do."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerError(what_happened(error, group.rank(), group.size())) from error
 
 
 @dataclass(frozen=True)

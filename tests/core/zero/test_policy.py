@@ -33,6 +33,7 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
     ("policy", "names"),
     [
         ("auto", LAYERS),
+        ("children", ["embedding", *LAYERS, "head"]),
         (None, []),
         (Block, LAYERS),
         ([Block, nn.Embedding], ["embedding", *LAYERS]),
@@ -40,7 +41,7 @@ LAYERS = ["layers.0", "layers.1", "layers.2"]
         # 288 + 280 elements of attention and mlp: a layer is above 500, nothing in it is; so are the two at the ends.
         (500, ["embedding", *LAYERS, "head"]),
     ],
-    ids=["auto", "none", "class", "classes", "callable", "numel"],
+    ids=["auto", "children", "none", "class", "classes", "callable", "numel"],
 )
 def test_a_policy_finds_the_blocks(policy: Any, names: list[str]) -> None:
     assert list(find_blocks(Transformer(), policy)) == names
