@@ -167,7 +167,13 @@ KINDS: dict[str, tuple[type[Net], Callable[[], dict[str, Any]]]] = {
     "manual, adversarial, toggled": (Toggling, dict),
     "manual, with parameters in no child": (WithGain, dict),
     "early stopping": (Net, lambda: {"callbacks": [EarlyStopping("val_loss", patience=0)], "max_epochs": 3}),
-    "pruning": (Net, lambda: {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)], "max_epochs": 2}),
+    "pruning": (
+        Net,
+        lambda: {
+            "callbacks": [ModelPruning("l1_unstructured", amount=0.5, use_lottery_ticket_hypothesis=False)],
+            "max_epochs": 2,
+        },
+    ),
     "overfit": (Net, lambda: {"overfit_batches": 2, "max_epochs": 2}),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,30 +95,49 @@ def weights_of(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", AVERAGING)
-def test_averaging_equals_ddps_and_so_do_its_checkpoints(name: str, stage: int, tmp_path: Path) -> None:
-    wanted = run_ranks(2, averaged, name, 0, tmp_path / "ddp")
-    got = run_ranks(2, averaged, name, stage, tmp_path / "zero")
+Runs = Callable[[str, int], tuple[Path, list[dict[str, Any]]]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Of a kind of averaging at a stage (0 is DDP) the checkpoints and the results, run once."""
+
+    @cache
+    def run(name: str, stage: int) -> tuple[Path, list[dict[str, Any]]]:
+        folder = tmp_path_factory.mktemp("averaged")
+        return folder, run_ranks(2, averaged, name, stage, folder)
+
+    return run
+
+
+ONE_OF_EACH = ["equal", "stochastic, with an epoch for the batch norm"]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"), [(name, stage) for name in AVERAGING for stage in STAGES if stage == 3 or name in ONE_OF_EACH]
+)
+def test_averaging_equals_ddps_and_so_do_its_checkpoints(name: str, stage: int, runs: Runs) -> None:
+    (theirs, wanted), (ours, got) = runs(name, 0), runs(name, stage)
     assert_close(got[0], wanted[0])
     for key in ("net", "average"):  # both ranks have the whole
         parameters_only = [each for each in got[0][key] if "running" not in each]
         assert_close({k: got[1][key][k] for k in parameters_only}, {k: got[0][key][k] for k in parameters_only})
-    files = sorted(path.name for path in (tmp_path / "ddp").glob("*.ckpt"))
-    assert files == sorted(path.name for path in (tmp_path / "zero").glob("*.ckpt"))
+    files = sorted(path.name for path in theirs.glob("*.ckpt"))
+    assert files == sorted(path.name for path in ours.glob("*.ckpt"))
     assert len(files) >= 5
     for file in files:
-        assert_close(weights_of(tmp_path / "zero" / file), weights_of(tmp_path / "ddp" / file))
+        assert_close(weights_of(ours / file), weights_of(theirs / file))
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("name", AVERAGING)
-def test_averaging_goes_on_from_a_checkpoint_of_ddp_and_the_other_way_round(name: str, tmp_path: Path) -> None:
-    wanted = run_ranks(2, averaged, name, 0, tmp_path / "ddp")
-    run_ranks(2, averaged, name, 3, tmp_path / "zero")
-    for stage, saved_by in ((3, "ddp"), (3, "zero"), (0, "zero")):
-        got = run_ranks(2, averaged, name, stage, tmp_path / f"{stage}", tmp_path / saved_by / "epoch=1.ckpt")
-        assert_close({**got[0], "norms": got[0]["norms"][-6:]}, {**wanted[0], "norms": wanted[0]["norms"][-6:]})
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+@pytest.mark.parametrize(("stage", "saved_at"), [(3, 0), (3, 3), (0, 3)])
+def test_averaging_goes_on_from_a_checkpoint_of_ddp_and_the_other_way_round(
+    name: str, stage: int, saved_at: int, runs: Runs, tmp_path: Path
+) -> None:
+    (_, wanted), (saved, _) = runs(name, 0), runs(name, saved_at)
+    got = run_ranks(2, averaged, name, stage, tmp_path, saved / "epoch=1.ckpt")
+    assert_close({**got[0], "norms": got[0]["norms"][-6:]}, {**wanted[0], "norms": wanted[0]["norms"][-6:]})
 
 
 class Watching(Callback):
