@@ -146,9 +146,8 @@ class PointToPointReduceScatter(ReduceScatter):
     def _is_read_at_once(self) -> bool:
         """Whether FSDP2 casts, adds up, reduces further, moves or shows the gradients before the backward's end."""
         its = self._param_group
-        reduced_in = its._reduce_dtype or its.mp_policy.param_dtype or its._orig_dtype  # None: what it computes in
         return (
-            reduced_in != its._orig_dtype
+            its._reduce_dtype != its._orig_dtype
             or isinstance(its.mesh_info, DDPMeshInfo)
             or its._all_reduce_hook is not None
             or any(
