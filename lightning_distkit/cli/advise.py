@@ -24,8 +24,8 @@ from lightning_distkit.core.compression import HOOKS, CommState, attach
 from lightning_distkit.core.compression.measurement import total
 
 BOTTLENECK = 0.10  # the seed's rule: if doing without communication is not that much faster, the network is not one
-# A hook must be so many times faster than DDP: one that sends all, but for rounding, and one that leaves something out.
-# What a step teaches is less there: with r = 1 to 8 it was as if DDP had taken 0.{QQ} to 0.{QQ} of the steps (docs/compression.md).
+# A hook must be so many times faster than DDP: one that sends all, but for rounding, and one that leaves something out,
+# as its steps teach less: docs/compression.md has in what share of the steps plain DDP ends where each hook does.
 FASTER_ROUNDED = 1.05
 FASTER_COMPRESSED = 1.5
 _ROUNDED = 0.01  # leaving out no more than that part of the gradients
@@ -178,7 +178,7 @@ def merge_trials(trials: Sequence[Trial]) -> Trial:
 
 
 def _try(subject: Subject, candidate: Candidate, device: torch.device, n_steps: int) -> Trial:
-    # Gradients as views of the buckets, as strategy="powersgd" has them; plain DDP too, so that it is the hook that counts.
+    # Gradients are views of the buckets, as strategy="powersgd" has them; plain DDP's too: only the hooks shall differ.
     ddp = DistributedDataParallel(deepcopy(subject.module), gradient_as_bucket_view=True)
     state = CommState(None)
     if candidate != DDP:
@@ -226,13 +226,12 @@ def verdict(trials: Sequence[Trial]) -> list[str]:
     worth_it = [trial for trial in hooks if trial.step_ms * _asked_for(trial) <= ddp]
     if not worth_it:
         fastest = min(hooks, key=lambda trial: trial.step_ms)
-        return [
-            *lines,
+        lines.append(
             f"Not worth it: {fastest.candidate}, the fastest, would make a step {ddp / fastest.step_ms:.1f} times as "
             f"fast and leave out {fastest.relative_error:.0%} of the gradients; under {_asked_for(fastest):g} times "
-            "that does not pay.",
-            "Stay with plain ddp.",
-        ]
+            "that does not pay."
+        )
+        return [*lines, "Stay with plain ddp."]
     fastest = min(worth_it, key=lambda trial: trial.step_ms)
     lines.append(f"Take {fastest.candidate}: {ddp / fastest.step_ms:.1f} times faster than plain ddp.")
     gentler = [

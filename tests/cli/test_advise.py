@@ -31,7 +31,7 @@ def said(ddp: float, free: float, powersgd: float, acp: float) -> str:
     [
         ((100, 91, 50, 50), "Not worth it: without any communication a step would take 9% less time."),
         ((100, 110, 50, 50), "Not worth it: without any communication a step would take 0% less time."),
-        ((100, 80, 97, 99), "would take 20% less time. Not worth it: powersgd, r = 4, the fastest, would make a step 1.0"),
+        ((100, 80, 97, 99), "20% less time. Not worth it: powersgd, r = 4, the fastest, would make a step 1.0"),
         ((100, 60, 70, 75), "1.4 times as fast and leave out 50% of the gradients; under 1.5 times that does not pay."),
         ((100, 20, 40, 25), "would take 80% less time. Take acp_sgd, r = 1: 4.0 times faster than plain ddp."),
         (
