@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_distkit.core.reuse import best_fit
-from lightning_distkit.core.zero.gradients import IN_FLIGHT
+from lightning_distkit.core.zero.reduction import IN_FLIGHT
 
 STAGES = (0, 1, 2, 3)  # 0 is plain DDP
 WORLD_SIZES = tuple(2**n for n in range(11))  # that `what_fits` tries

@@ -10,93 +10,23 @@ that no rank has used is left alone, as without ZeRO.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_distkit.core.collectives import Group
-from lightning_distkit.core.zero.bucket import Bucket, in_memory_order
+from lightning_distkit.core.zero.backwards import Backwards
+from lightning_distkit.core.zero.bucket import Bucket
+from lightning_distkit.core.zero.gone import Gone
+from lightning_distkit.core.zero.reduction import Round
 
 if TYPE_CHECKING:
     from lightning_distkit.core.zero.optimizer import ZeroOptimizer
-
-IN_FLIGHT = 2  # buckets whose reduction is under way at once
-
-
-class Reduction:
-    """The gradients of one bucket on their way to their owners.
-
-    On CUDA the packing runs on the current stream, the collective waits for that, and who waits for the collective
-    orders its own stream behind it.
-    """
-
-    def __init__(self, bucket: Bucket, grads: Sequence[Tensor | None], group: Group) -> None:
-        self._bucket = bucket
-        self._used = {param: grad is not None for param, grad in zip(bucket.params, grads, strict=True)}
-        layout = bucket.layout
-        of_owner = [layout.of(owner) for owner in range(group.world_size)]
-        # Behind each rank's shard: one flag for each of its pieces.
-        numels = [split + len(pieces) for split, pieces in zip(layout.splits, of_owner, strict=True)]
-        self._parts = group.buffers.take(sum(numels), bucket.flat.dtype, bucket.flat.device).split(numels)
-        for part, split, pieces in zip(self._parts, layout.splits, of_owner, strict=True):
-            for piece in pieces:
-                param = bucket.params[piece.index]
-                target = part[piece.at : piece.at + piece.end - piece.begin]
-                if (grad := grads[piece.index]) is None:
-                    target.zero_()
-                else:
-                    # Divided before the sum, as DDP does: in half precision the sum of all might overflow.
-                    values = in_memory_order(_dense(grad), param)[piece.begin : piece.end]
-                    torch.mul(values, 1 / group.world_size, out=target)
-            flags = [float(self._used[bucket.params[piece.index]]) for piece in pieces]
-            part[split:] = 1.0 if all(flags) else part.new_tensor(flags)
-        self._pending = group.reduce_scatter_(self._parts)
-
-    def finish(self) -> None:
-        """Wait, and add what came to the shard's gradient."""
-        self._pending.wait()
-        bucket, rank = self._bucket, self._bucket.rank
-        grads, flags = self._parts[rank].tensor_split([bucket.layout.splits[rank]])
-        if bucket.shard_grad is None:
-            bucket.shard_grad = grads.clone()  # the packed gradients of all ranks' shards are not kept
-        else:
-            bucket.shard_grad += grads
-        mine = [bucket.params[piece.index] for piece in bucket.layout.of(rank)]
-        if not all(self._used[param] for param in mine):  # or else nobody needs to know, nor wait for the device
-            self._used.update(zip(mine, (flag > 0 for flag in flags.tolist()), strict=True))
-        bucket.set_gradients(self._used)
-
-
-def _dense(grad: Tensor) -> Tensor:
-    if grad.layout != torch.strided:
-        raise TypeError(
-            f"ZeRO needs dense gradients, got one of layout {grad.layout}; make the embedding with sparse=False"
-        )
-    return grad
-
-
-class Round:
-    """Reductions started in the order of the buckets, at most `IN_FLIGHT` of them under way."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._under_way: deque[Reduction] = deque()
-
-    def start(self, bucket: Bucket, grads: Sequence[Tensor | None]) -> None:
-        if len(self._under_way) == IN_FLIGHT:
-            self._under_way.popleft().finish()
-        self._under_way.append(Reduction(bucket, grads, self._group))
-
-    def finish(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().finish()
 
 
 class _Version:
@@ -163,98 +93,6 @@ class WholeGradients:
     def no_sync(self) -> Iterator[None]:
         """Nothing to do: nothing is sent before the step."""
         yield
-
-
-class Gone:
-    """What stands in ``param.grad`` for a gradient that has been reduced: one NaN, expanded, so of no size."""
-
-    def __init__(self) -> None:
-        self._where: dict[Tensor, tuple[Tensor, int]] = {}  # what was put there, and its version then
-
-    def put(self, param: Tensor) -> None:
-        param.grad = param.new_full((), torch.nan).expand(param.shape)
-        self._where[param] = (param.grad, param.grad._version)
-
-    def grad(self, param: Tensor) -> Tensor | None:
-        """The real gradient in ``param.grad``."""
-        return None if param in self._where else param.grad
-
-    def was_dropped(self, param: Tensor) -> bool:
-        """Whether somebody has taken away, or set to zero, what stands for the gradient.
-
-        Raises:
-            RuntimeError: somebody has done something else to it, which would be lost.
-        """
-        put, version = self._where[param]
-        if param.grad is None or (param.grad is put and put._version == version):
-            return param.grad is None
-        if param.grad is put and not put.any():  # by module.zero_grad(set_to_none=False)
-            return True
-        raise RuntimeError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} was changed or replaced, but stage 2 had "
-            "reduced it and kept this rank's shard only, so what was done is lost: clip and measure by the optimizer's "
-            "clip_grad_norm_, clip_grad_value_ and grad_norm, and change gradients in hooks, or use stage 1"
-        )
-
-    def make_way(self, param: Tensor) -> None:
-        """For a new gradient."""
-        if self._where.pop(param, None) is not None:
-            param.grad = None
-
-    def dropped(self) -> list[Tensor]:
-        return [param for param in self._where if self.was_dropped(param)]
-
-    def clear(self) -> None:
-        for param in self._where:
-            param.grad = None
-        self._where.clear()
-
-    def __contains__(self, param: Tensor) -> bool:
-        return param in self._where
-
-
-class Backwards:
-    """The backwards of this process, as the reducers of one process group see them.
-
-    Several optimizers may share a backward. In which order it comes to their parameters may differ from rank to rank,
-    so only the first of them reduces while it runs; the others do so at its end, in the order in which they were made.
-    """
-
-    _of_group: ClassVar[weakref.WeakKeyDictionary[Any, Backwards]] = weakref.WeakKeyDictionary()
-
-    def __init__(self) -> None:
-        self.reducers: list[ShardedGradients] = []
-        self._touched: set[ShardedGradients] = set()
-        self._running: set[int] = set()
-
-    @classmethod
-    def of(cls, group: Group) -> Backwards:
-        if group.process_group is None:
-            return cls()
-        return cls._of_group.setdefault(group.process_group, cls())
-
-    def came_to(self, reducer: ShardedGradients) -> bool:
-        """Say that the one that is running has; returns whether ``reducer`` may reduce at once."""
-        backward = torch._C._current_graph_task_id()
-        if backward not in self._running:
-            self._running.add(backward)
-            Variable._execution_engine.queue_callback(partial(self._end, backward))
-        self._touched.add(reducer)
-        return reducer is self.reducers[0]
-
-    def none_runs(self) -> None:
-        """Forget those that an error has ended."""
-        self._running.clear()
-        self._touched.clear()
-
-    def _end(self, backward: int) -> None:
-        self._running.discard(backward)
-        if self._running:  # this one ran inside another: reentrant checkpointing
-            return
-        touched = [reducer for reducer in self.reducers if reducer in self._touched]
-        self._touched.clear()
-        for reducer in touched:
-            reducer.end_of_backward()
 
 
 class ShardedGradients:

@@ -16,8 +16,9 @@ from benchmarks.allocations import Allocations, Section, held_nbytes
 from benchmarks.zero_memory import Held, fsdp2, held_in_a_step
 from lightning_distkit.core.zero import ZeroOptimizer, estimate_memory, shard_gradients
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
-from lightning_distkit.core.zero.gradients import IN_FLIGHT, Gone
+from lightning_distkit.core.zero.gone import Gone
 from lightning_distkit.core.zero.parameters import shard_parameters
+from lightning_distkit.core.zero.reduction import IN_FLIGHT
 from tests.ranks import run_ranks
 
 N_LAYERS, WIDTH = 16, 512
