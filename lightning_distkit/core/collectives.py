@@ -234,6 +234,13 @@ def _whole(shards: Sequence[Tensor]) -> Tensor:
     return shards[0].as_strided((sum(shard.numel() for shard in shards),), (1,))
 
 
+def default_device(process_group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group's messages are, if nothing else says it."""
+    if process_group is not None and "nccl" in dist.get_backend(process_group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class Pending:
     """A collective under way."""
 

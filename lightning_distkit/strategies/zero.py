@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import zipfile
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,6 +16,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
@@ -25,6 +27,8 @@ from lightning_distkit.core.zero import GradScaler, ZeroOptimizer, sync_buffers
 from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies import WRONG_MIRROR
 from lightning_distkit.strategies.zero_stages import ShardedParameters, Stage, WholeParameters
+
+core_logger = logging.getLogger("lightning_distkit.core.zero")
 
 
 class ZeroStrategy(DDPStrategy):
@@ -139,6 +143,10 @@ class ZeroStrategy(DDPStrategy):
         assert self._group is not None
         assert self.lightning_module is not None
         sharded = self._stage.shard(optimizer, self.lightning_module, self._group)
+        if sharded is optimizer:
+            return optimizer
+        if (chosen := getattr(sharded, "chosen", None)) is not None and not core_logger.isEnabledFor(logging.INFO):
+            rank_zero_info(chosen)  # or else core's own line of it is seen
         # Monitors and logs know an optimizer by its class's name.
         sharded.__class__ = type(type(optimizer).__name__, (type(sharded),), {})
         return sharded

@@ -45,9 +45,9 @@ class Stage(Protocol):
     def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
         """Make the module ready, in place; it may be on the meta device."""
 
-    def shard(
-        self, optimizer: Optimizer, module: LightningModule, group: Group
-    ) -> ZeroOptimizer | DTensorOptimizer: ...
+    def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> Optimizer:
+        """The sharded optimizer; the same one, if it is Lightning's word for "no optimizer"."""
+
     def state_dict(self, module: LightningModule) -> dict[str, Any]:
         """Whole, at least on rank 0."""
 
@@ -83,7 +83,12 @@ class WholeParameters:
             initialise(module, device, group, loaded=None)
         sync_module_states(module, group)
 
-    def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> ZeroOptimizer:
+    def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> Optimizer:
+        if not optimizer.param_groups:
+            raise MisconfigurationException(
+                "in stages 1 and 2 it is the optimizer that averages gradients over the ranks, and "
+                'configure_optimizers returned none: return one, or use strategy="ddp", which averages them in backward'
+            )
         sharded = ZeroOptimizer(
             optimizer, group=group, bucket_cap_mb=self._bucket_cap_mb, elementwise=self._elementwise
         )
@@ -159,7 +164,9 @@ class ShardedParameters:
             if name != "training_step":  # no backward follows, and hooks are to find shards
                 setattr(module, name, _resharding_after(getattr(module, name), module))
 
-    def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> DTensorOptimizer:
+    def shard(self, optimizer: Optimizer, module: LightningModule, group: Group) -> Optimizer:
+        if not optimizer.param_groups:
+            return optimizer
         if not module.automatic_optimization and isinstance(module.optimizers(), list):
             _check_that_blocks_have_all(module)
         return DTensorOptimizer(optimizer, module, elementwise=self._elementwise)

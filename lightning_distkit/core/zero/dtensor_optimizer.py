@@ -23,7 +23,7 @@ from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.zero import norm
 from lightning_distkit.core.zero.dtensor_state import gathered_state, load_whole_state
 from lightning_distkit.core.zero.fsdp_state import reshard
-from lightning_distkit.core.zero.optimizer import ELEMENTWISE, REFUSED
+from lightning_distkit.core.zero.optimizer import ELEMENTWISE, REFUSED, chosen_for
 from lightning_distkit.core.zero.owners import Owners
 from lightning_distkit.core.zero.sharding import sharding_of
 from lightning_distkit.core.zero.whole_tensors import cut_of, local, shard_like
@@ -60,8 +60,9 @@ class DTensorOptimizer(Optimizer):
         self.module = module
         self.optimizer = optimizer
         self.elementwise = type(optimizer) in ELEMENTWISE if elementwise is None else elementwise
-        if not self.elementwise and elementwise is None:
-            logger.info("%s may need whole matrices: each rank steps whole parameters", type(optimizer).__name__)
+        self.chosen = None if elementwise is not None else chosen_for(optimizer)  # as of ZeroOptimizer
+        if self.chosen is not None and self.group.rank == 0:
+            logger.info(self.chosen)
         self._unused = None if sharding is None else sharding.unused
         self.owners = Owners()  # of no parameter where shards are stepped
         self._check(optimizer.param_groups)

@@ -10,7 +10,7 @@ that no rank has used is left alone, as without ZeRO.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from lightning_distkit.core.zero.backwards import Backwards
 from lightning_distkit.core.zero.bucket import Bucket
 from lightning_distkit.core.zero.gone import Gone
 from lightning_distkit.core.zero.reduction import Round
+from lightning_distkit.core.zero.turn import Turn
 
 if TYPE_CHECKING:
     from lightning_distkit.core.zero.optimizer import ZeroOptimizer
@@ -43,6 +44,12 @@ class _Version:
         return self._grad() is grad and self._version == grad._version
 
 
+def _call_once(gradients: WholeGradients | ShardedGradients) -> None:
+    at_first, gradients.at_first = gradients.at_first, None
+    if at_first is not None:
+        at_first()
+
+
 class WholeGradients:
     """Stage 1: whole gradients stay where autograd puts them, and are reduced when the shards' are asked for.
 
@@ -54,6 +61,8 @@ class WholeGradients:
         self.buckets: list[Bucket] = []
         self._reduced: list[_Version] | None = None  # of each parameter, when it was last reduced
         self._edited = False
+        self.at_first: Callable[[], None] | None = None
+        self.turn = Turn()  # as every rank reduces at its step, all are in the same
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
@@ -61,6 +70,7 @@ class WholeGradients:
 
     def reduce(self) -> None:
         """Bring the gradients of the shards up to date; does nothing if no gradient has changed since."""
+        _call_once(self)
         grads = [param.grad for bucket in self.buckets for param in bucket.params]
         if self._reduced is not None and all(map(_Version.is_of, self._reduced, grads)):
             return
@@ -70,7 +80,7 @@ class WholeGradients:
                 "them anew would lose that: clip once, right before the step, and begin anew with zero_grad"
             )
         self.clear()
-        whole = Round(self.group)
+        whole = Round(self.group, self.turn)
         for bucket in self.buckets:
             whole.start(bucket, [param.grad for param in bucket.params])
         whole.finish()
@@ -82,9 +92,13 @@ class WholeGradients:
         for bucket in self.buckets:
             bucket.clear_gradients()
 
-    def edited(self, yes: bool = True) -> None:
-        """Say that the shards' gradients are no longer the means of the whole ones; or that this is of no interest."""
-        self._edited = yes
+    def edited(self) -> None:
+        """Say that the shards' gradients are no longer the means of the whole ones."""
+        self._edited = True
+
+    def stepped(self) -> None:
+        """What they were is of no interest any more."""
+        self._edited = False
 
     def remove(self) -> None:
         """Leave the parameters as if this had never been."""
@@ -113,8 +127,9 @@ class ShardedGradients:
         self._hooks: list[Any] = []
         self._nodes: list[Any] = []
         self._sync = True
-        self._n_rounds = 0  # since the gradients were cleared
-        self._round = Round(group)
+        self.at_first: Callable[[], None] | None = None
+        self.turn = Turn()
+        self._round = Round(group, self.turn)
         self._n_started = 0  # buckets of the round under way
         self._missing: dict[Bucket, set[Tensor]] = {}  # parameters whose gradients the round under way waits for
         self._ready: list[Bucket] = []  # in the order in which they were
@@ -134,26 +149,33 @@ class ShardedGradients:
             self._hooks.append(param.register_post_accumulate_grad_hook(self._came))
         self._begin()
         self._in_order = False
-        self._n_rounds = 0  # they may have gradients already, on some rank
+        self.turn.n_rounds = 0  # they may have gradients already, on some rank
 
     def reduce(self) -> None:
         """Bring the gradients of the shards up to date: backward has, unless it reached nothing on this rank."""
         self._backwards.none_runs()
         self._forget(self._gone.dropped())
-        if self._n_rounds == 0 or self._n_started or self._any_left():
+        if self.buckets and (self.turn.n_rounds == 0 or self._n_started or self._any_left()):
             self._finish_round()
 
     def clear(self) -> None:
         self._round.finish()
+        if (
+            self.turn.n_rounds or self._n_started
+        ):  # else there is nothing to drop, and it may be called on one rank alone
+            self.turn.end()
         self._begin()
-        self._n_rounds = 0
         self._backwards.none_runs()
         self._gone.clear()
         for bucket in self.buckets:
             bucket.clear_gradients()
 
-    def edited(self, yes: bool = True) -> None:
+    def edited(self) -> None:
         """Nothing to do: what further backwards bring is added to what the shard then is."""
+
+    def stepped(self) -> None:
+        """What the next step needs has still to come, on some rank."""
+        self.turn.end()
 
     def remove(self) -> None:
         self._gone.clear()
@@ -206,6 +228,7 @@ class ShardedGradients:
             self._start_next()
 
     def _start_next(self) -> None:
+        _call_once(self)
         bucket = self.buckets[self._n_started]
         self._n_started += 1
         self._round.start(bucket, [self._gone.grad(param) for param in bucket.params])
@@ -226,7 +249,7 @@ class ShardedGradients:
             self._start_next()
         self._round.finish()
         self._begin()
-        self._n_rounds += 1
+        self.turn.n_rounds += 1
         if not self._in_order:
             self._agree_on_order(ready)
 

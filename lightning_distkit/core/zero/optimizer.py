@@ -12,19 +12,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import reduce
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.collectives import Group, default_device
 from lightning_distkit.core.zero import norm
 from lightning_distkit.core.zero.bucket import Bucket, balanced, slices, whole_parameters
 from lightning_distkit.core.zero.gradients import WholeGradients
+from lightning_distkit.core.zero.holders import NO_WRAPPER, WithoutDDP, living_modules, refusal
+from lightning_distkit.core.zero.partial_state import copy_parts
 from lightning_distkit.core.zero.state import gathered_state, load_whole_state, part_of_state
+from lightning_distkit.core.zero.turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +45,14 @@ class Gradients(Protocol):
     """How whole gradients become those of the shards: stage 1's way, or stage 2's."""
 
     buckets: list[Bucket]
+    turn: Turn
+    at_first: Callable[[], None] | None  # called once, before anything is reduced
 
     def add(self, buckets: Sequence[Bucket]) -> None: ...
     def reduce(self) -> None: ...
     def clear(self) -> None: ...
-    def edited(self, yes: bool = True) -> None: ...
+    def edited(self) -> None: ...
+    def stepped(self) -> None: ...
     def remove(self) -> None: ...
     def no_sync(self) -> AbstractContextManager[None]: ...
 
@@ -90,10 +95,13 @@ class ZeroOptimizer(Optimizer):
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
         self.group = Group.of(group)
         self.elementwise = type(users) in ELEMENTWISE if elementwise is None else elementwise
+        self.chosen = None if elementwise is not None else chosen_for(users)  # what the user did not ask for, in words
         self._bucket_cap = bucket_cap_mb * 2**20
         self._loads = [0] * self.group.world_size  # numel that each rank steps, where parameters are whole
         self._gradients: Gradients = WholeGradients(self.group)
         self._pieces: dict[Tensor, Tensor] = {}
+        self._without_ddp = WithoutDDP()
+        self._gradients.at_first = self._refuse_ddp
         self._users = users
         self._is_made = False
         self.is_unscaled_by_ours = False  # that is, by a GradScaler that knows shards
@@ -101,16 +109,17 @@ class ZeroOptimizer(Optimizer):
         self._inner = copy.copy(users)
         self._inner.__dict__.pop("step", None)  # a scheduler's wrapper around the step of the user's
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
-        self._check(users.param_groups)
+        living = living_modules()
+        self._check(users.param_groups, living)
         state, users.state = users.state, defaultdict(dict)
         super().__init__(users.param_groups, users.defaults)
         # The very list, so that a scheduler made for either has its effect on both.
         self.param_groups = users.param_groups
         self.state = self._inner.state
         self._is_made = True
-        self._take_up()
-        if not self.elementwise and elementwise is None:
-            logger.info("%s may need whole matrices: each rank steps whole parameters", type(users).__name__)
+        self._take_up(living)
+        if (chosen := self.chosen) is not None and self.group.rank == 0:
+            logger.info(chosen)
         self.load_state(state)
 
     # -- what is trained
@@ -139,23 +148,25 @@ class ZeroOptimizer(Optimizer):
         """Change how gradients are reduced; those that there are are dropped."""
         self.zero_grad()
         buckets = self.buckets
-        self.release()
+        self._gradients.remove()
         self._gradients = gradients
+        gradients.at_first = self._refuse_ddp
         gradients.add(buckets)
 
     def release(self) -> None:
         """Leave the parameters alone from now on: nothing is reduced any more. The state can still be had."""
         self._gradients.remove()
+        self._without_ddp.release()
 
     def __getstate__(self) -> Any:
         raise TypeError("a sharded optimizer belongs to its process group and can be neither copied nor pickled")
 
-    def _check(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def _check(self, param_groups: Sequence[dict[str, Any]], living: Sequence[nn.Module]) -> None:
         params = [param for group in param_groups for param in group["params"]]
-        if _overlap(params):
+        if not param_groups:
             raise ValueError(
-                "the parameters must not share memory, but two different ones do; tie them by using one parameter in "
-                "both places"
+                f"an optimizer must have a param group, which may be empty, but {type(self._users).__name__} has none: "
+                "give it the parameters to be trained"
             )
         devices = {str(param.device.type) for param in params}
         if len(devices) > 1 or "meta" in devices:
@@ -179,23 +190,36 @@ class ZeroOptimizer(Optimizer):
                 for n, p in enumerate(params)
             },
         }
-        if params:
-            self.group.agree("a ZeroOptimizer", of_ranks, params[0].device)
+        device = params[0].device if params else default_device(process_group)  # should another rank have some
+        self.group.refuse_together(refusal(params, living), device)
+        self.group.agree("a ZeroOptimizer", of_ranks, device)
 
-    def _take_up(self) -> None:
+    def _refuse_ddp(self) -> None:
+        """Wrappers are usually made after the optimizer, if at all."""
+        params = [param for bucket in self.buckets for param in bucket.params]
+        if self._without_ddp.watch(params, living_modules()):
+            raise RuntimeError(f"the module must be plain, but is in DistributedDataParallel by now: {NO_WRAPPER}")
+
+    def _take_up(self, living: Sequence[nn.Module] | None = None) -> None:
         """Shard what is to be trained and is not yet: parameters of a new group, and those unfrozen since."""
         for users in self.param_groups[len(self._inner.param_groups) :]:
             self._inner.param_groups.append({**users, "params": []})
         known = {param for bucket in self.buckets for param in bucket.params}
         new = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p not in known]
-        buckets = [self._bucket(params) for params in self._split(new)]
-        if not buckets:
+        if not new:
             return
+        if living is None:  # else it was looked at before
+            living = living_modules()
+            if (why := refusal(new, living)) is not None:
+                raise ValueError(why)
+        buckets = [self._bucket(params) for params in self._split(new)]
         for pending in [self.group.broadcast_(bucket.flat) for bucket in buckets]:
             pending.wait()
         self._gradients.add(buckets)
         for bucket in buckets:
             self._pieces.update(bucket.pieces)
+        copy_parts(buckets, living)  # for as long as they lie there, and so without an end
+        self._without_ddp.watch(new, living)
         for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
             mine["params"] = [piece for param in users["params"] if (piece := self.piece(param)) is not None]
 
@@ -240,13 +264,14 @@ class ZeroOptimizer(Optimizer):
         for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
             mine.update({name: value for name, value in users.items() if name not in ("params", "param_names")})
         self._inner.step()
-        self._gradients.edited(False)
         for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
             users.update({name: value for name, value in mine.items() if name not in ("params", "param_names")})
         for stepped in (self, self._users):  # or else a scheduler made for it complains
             stepped._opt_called = True  # type: ignore[attr-defined]
-        for pending in [self.group.all_gather_(bucket.shards) for bucket in reversed(self.buckets)]:
-            pending.wait()
+        with self._gradients.turn.naming_the_cause():
+            for pending in [self.group.all_gather_(bucket.shards) for bucket in reversed(self.buckets)]:
+                pending.wait()
+        self._gradients.stepped()
         self.group.ledger.add(nbytes_whole=self.group.ring_nbytes(sum(bucket.nbytes for bucket in self.buckets)))
         self.group.ledger.step()
         return loss
@@ -291,9 +316,10 @@ class ZeroOptimizer(Optimizer):
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector: a scalar, the same on every rank."""
         grads = [piece.grad for piece in self.pieces() if piece.grad is not None]
-        dtypes = {bucket.flat.dtype for bucket in self.buckets}
+        dtypes = {bucket.flat.dtype.to_real() for bucket in self.buckets}  # a norm is real, of complex numbers, too
         dtype = reduce(torch.promote_types, dtypes, torch.float32)
-        return norm.total(grads, norm_type, self.group, self.device, dtype)
+        with self._gradients.turn.naming_the_cause():
+            return norm.total(grads, norm_type, self.group, self.device, dtype)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on whole gradients; returns the norm before, the same on every rank."""
@@ -309,7 +335,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def device(self) -> torch.device:
-        return self.buckets[0].flat.device if self.buckets else torch.device("cpu")
+        return self.buckets[0].flat.device if self.buckets else default_device(self.group.process_group)
 
     # -- state
 
@@ -342,6 +368,16 @@ class ZeroOptimizer(Optimizer):
                     self._inner.state[piece] = part_of_state(bucket, param, its, self._inner.param_groups)
 
 
+def chosen_for(optimizer: Optimizer) -> str | None:
+    """How an optimizer steps where the user has not said it, and it is not as the user may think; None if it is."""
+    if type(optimizer) in ELEMENTWISE:
+        return None
+    return (
+        f"{type(optimizer).__name__} may need whole matrices, so each rank steps whole parameters, those that it owns; "
+        "elementwise=True says that it may step slices"
+    )
+
+
 def _made(optimizer: Optimizer | type[Optimizer], params: Iterable[Any] | None, arguments: dict[str, Any]) -> Optimizer:
     cls = optimizer if isinstance(optimizer, type) else type(optimizer)
     for refused, why in REFUSED.items():
@@ -359,18 +395,3 @@ def _made(optimizer: Optimizer | type[Optimizer], params: Iterable[Any] | None, 
     if params is not None or arguments:
         raise TypeError(f"{cls.__name__} is made already, so neither params nor its arguments can be given")
     return optimizer
-
-
-def _overlap(params: Sequence[Tensor]) -> bool:
-    """Whether any memory is in two of the tensors."""
-    ranges = sorted(
-        (param.data_ptr(), param.data_ptr() + param.element_size() * (1 + _last(param)))
-        for param in params
-        if param.numel() and not param.is_meta
-    )
-    return any(end > begin for (_, end), (begin, _) in pairwise(ranges))
-
-
-def _last(tensor: Tensor) -> int:
-    """The place of the last element in memory, from the first."""
-    return sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

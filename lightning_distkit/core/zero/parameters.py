@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.collectives import Group, default_device
 from lightning_distkit.core.zero.fsdp_state import param_groups_of, reshard, state_of
 from lightning_distkit.core.zero.fsdp_transport import use_point_to_point
+from lightning_distkit.core.zero.holders import WithoutDDP, living_modules, refusal, wrapped
 from lightning_distkit.core.zero.initialise import check_initialisable, initialise
 from lightning_distkit.core.zero.module_state import load_module_full_state_dict
 from lightning_distkit.core.zero.policy import Policy, find_blocks
@@ -90,23 +91,30 @@ def shard_parameters(
             raise ValueError(
                 "the module must be plain, but is sharded already; unshard_parameters makes it plain again"
             )
+        if (why := wrapped(module)) is not None:
+            raise ValueError(why)
         if n_prefetched < 0:
             raise ValueError(f"n_prefetched must be at least 0, got {n_prefetched}")
         units = units_of(module, find_blocks(module, policy))
         device = _device(module, ranks)
         check(module, units)
+        living = living_modules()
+        if (why := refusal(list(module.parameters()), living)) is not None:
+            raise ValueError(why)
         if state_dict is None:
             check_initialisable(module)
-        refusal = None
+        why_not = None
     except ValueError as error:  # raised on every rank, as others would wait for this one
-        refusal = str(error)
-    ranks.refuse_together(refusal, _default_device(ranks))
+        why_not = str(error)
+    ranks.refuse_together(why_not, default_device(ranks.process_group))
     agree(module, units, ranks, device)
     if mesh is None:
         mesh = DeviceMesh.from_group(ranks.process_group, device.type)
     meta = [name for name, each in _tensors(module) if each.is_meta]
     _broadcast(module, ranks, device, state_dict is None)
 
+    without_ddp = WithoutDDP()
+    without_ddp.watch(list(module.parameters()), living)
     arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
     arguments |= {"mp_policy": mixed_precision} if mixed_precision is not None else {}
     arguments |= {"offload_policy": offload} if offload is not None else {}
@@ -118,7 +126,7 @@ def shard_parameters(
         follow(param_group)
         if unused is not None:
             unused.attach(param_group)
-    module.__dict__[ATTRIBUTE] = Sharding(ranks, blocks, unused)
+    module.__dict__[ATTRIBUTE] = Sharding(ranks, blocks, unused, without_ddp)
     root = cast(FSDPModule, module)
     if point_to_point if point_to_point is not None else device.type == "cpu":
         use_point_to_point(param_groups_of(module), ranks.ledger)
@@ -146,6 +154,7 @@ def unshard_parameters(module: Module, rank_0_only: bool = False) -> Module:
     if sharding is None:
         return module
     sharding.group.meet("unshard_parameters")
+    sharding.without_ddp.release()
     reshard(module)
     for param_group in param_groups_of(module):
         for fsdp_param in param_group.fsdp_params:
@@ -208,20 +217,13 @@ def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-def _default_device(group: Group) -> torch.device:
-    """Of the process group's messages."""
-    if "nccl" in dist.get_backend(group.process_group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def _device(module: nn.Module, group: Group) -> torch.device:
     """Where to train: where the module is; for one on meta, where the process group's tensors are."""
     types = {each.device.type for _, each in _tensors(module)} - {"meta"}
     if len(types) > 1:
         raise ValueError(f"the module must be on one type of device, got {', '.join(sorted(types))}; move it")
     backend = dist.get_backend(group.process_group)
-    kind = types.pop() if types else _default_device(group).type
+    kind = types.pop() if types else default_device(group.process_group).type
     if kind == "cpu" and backend == "nccl":
         raise ValueError(
             "the module is on the CPU, and the process group's backend is nccl, which needs CUDA: move the module, or "

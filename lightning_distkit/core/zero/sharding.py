@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.zero.holders import WithoutDDP
 from lightning_distkit.core.zero.unused import Unused
 
 ATTRIBUTE = "_zero_sharding"
@@ -19,6 +20,7 @@ class Sharding:
     group: Group
     blocks: dict[str, nn.Module]  # without the root; their order is that of the forward, as far as one can see
     unused: Unused | None  # None if all ranks use the same parameters
+    without_ddp: WithoutDDP
 
 
 def sharding_of(module: nn.Module) -> Sharding | None:

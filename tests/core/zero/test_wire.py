@@ -14,6 +14,7 @@ from lightning_distkit.core.zero import ZeroOptimizer, shard_gradients
 from lightning_distkit.core.zero.bucket import ALIGNMENT
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
 from lightning_distkit.core.zero.parameters import shard_parameters
+from lightning_distkit.core.zero.turn import N_FLAGS
 from tests.core.zero.training import OPTIMIZERS, batches, module_for, sharded
 from tests.ranks import run_ranks
 
@@ -73,8 +74,8 @@ def formula(rank: int, world_size: int) -> tuple[int, int]:
     """Bytes of gradients and of parameters that a rank sends in a step.
 
     Each parameter is padded to `ALIGNMENT`, and so is each rank's shard of a bucket. Gradients: every other rank's
-    shard goes to its owner, and behind it a flag for each parameter that lies in it, wholly or in part. Parameters: the
-    own shard goes to every other rank.
+    shard goes to its owner, and behind it a flag for each parameter that lies in it, wholly or in part, and two of the
+    turn. Parameters: the own shard goes to every other rank.
     """
     gradients = parameters = 0
     for numels in trained():
@@ -85,7 +86,7 @@ def formula(rank: int, world_size: int) -> tuple[int, int]:
         for numel, room in zip(numels, padded, strict=True):
             owners.append({element // shard for element in range(begin, begin + numel)})
             begin += room
-        flags = sum(len(its - {rank}) for its in owners)
+        flags = sum(len(its - {rank}) for its in owners) + N_FLAGS * (world_size - 1)
         gradients += FLOAT32 * ((world_size - 1) * shard + flags)
         parameters += FLOAT32 * (world_size - 1) * shard
     return gradients, parameters
@@ -104,7 +105,8 @@ def test_beyond_an_all_reduce_there_are_only_paddings_and_flags(stage: int, worl
     n_buckets, n_params = len(trained()), sum(map(len, trained()))
     all_reduced = 2 * FLOAT32 * sum(map(sum, trained())) * (world_size - 1) / world_size
     paddings = 2 * FLOAT32 * (world_size - 1) * ALIGNMENT * (n_params / world_size + n_buckets)
-    flags = FLOAT32 * (n_params + n_buckets * (world_size - 1))  # a parameter that is cut has one on each side
+    # A parameter that is cut has one on each side.
+    flags = FLOAT32 * (n_params + n_buckets * (world_size - 1) * (1 + N_FLAGS))
     for sent, whole in run_ranks(world_size, sent_in_each_step, stage):
         assert sent[-1] <= all_reduced + paddings + flags
         assert 0 <= sent[-1] - whole[-1] <= flags  # the ledger's own word for it has the paddings
