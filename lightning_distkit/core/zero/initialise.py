@@ -2,12 +2,13 @@
 
 Every rank draws what rank 0 would have drawn for the whole module and keeps its shard. So the values are those of the
 module made on the CPU after the same ``torch.manual_seed``, for modules that draw in ``reset_parameters`` at the end of
-their construction, as torch's do, and for those with transformers' ``_init_weights`` on top.
+their construction, as torch's do, and for those with transformers' ``_init_weights`` on top; of a tied parameter, those
+of the module that is not said to follow (`tied`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,24 +17,34 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.zero.tied import Place, places, tie
 from lightning_distkit.core.zero.whole_tensors import cut_of, full, local
 
 
 def check_initialisable(module: nn.Module) -> None:
-    """Raise a ValueError if there is a parameter on meta that nothing initialises."""
-    if callable(getattr(module, "_init_weights", None)):
-        return
+    """Raise a ValueError if there is a parameter on meta that nothing initialises, or of which it cannot be known."""
+    by_init_weights = callable(getattr(module, "_init_weights", None))
     above: dict[nn.Module, bool] = {}  # whether something above has a reset; torch's attention resets its children
-    for name, each in module.named_modules():
+    for each in module.modules():
         above[each] = above.get(each, False) or _reset_of(each) is not None
         for child in each.children():
             above[child] = above.get(child, False) or (above[each] and each is not module)
-        lost = [own for own, param in each.named_parameters(recurse=False) if param.is_meta]
-        if lost and not above[each]:
+    for its in places(module):
+        if not its[0].param.is_meta:
+            continue
+        by = [place for place in its if not place.follows and (by_init_weights or above[place.holder])]
+        if not by:
             raise ValueError(
                 f"a parameter on the meta device must be initialised by reset_parameters of its module, but "
-                f"{type(each).__name__} {name!r} has none for {', '.join(lost)}; define it, give state_dict=, or make "
+                f"{type(its[0].holder).__name__} has none for {its[0].name}; define it, give state_dict=, or make "
                 "the module on a real device"
+            )
+        if len(by) > 1:
+            raise ValueError(
+                f"a parameter on the meta device must be initialised by one module, but {' and '.join(_names(by))} are "
+                "the same one, and which was made last cannot be seen. Name those that take the other's values in "
+                f"_tied_weights_keys of the module, as transformers does (here [{by[-1].name!r}] if the first is to be "
+                "kept), give state_dict=, or make the module on a real device"
             )
 
 
@@ -56,16 +67,19 @@ def initialise(module: nn.Module, device: torch.device, group: Group, loaded: Co
         if any(id(one) in names and (loaded is None or names[id(one)] not in loaded) for one in own):
             wanted.append(each)
     lost = set(names.values())
+    of_params = places(module)
     module._apply(lambda one: _unset(one, device) if one.is_meta else one)
+    tie(module, of_params)
+    following = {(place.holder, place.attribute) for its in of_params for place in its if place.follows}
     with _random_numbers_of_rank_0(group, device):
         for each in wanted:
             if (reset := _reset_of(each)) is not None:
-                with _whole(each):
+                with _whole(each, following):
                     reset()
         init_weights: Callable[[nn.Module], None] | None = getattr(module, "_init_weights", None)
         if callable(init_weights) and wanted:
             for each in _children_first(module):
-                with _whole(each):
+                with _whole(each, following):
                     init_weights(each)
     without = [
         name
@@ -80,6 +94,10 @@ def initialise(module: nn.Module, device: torch.device, group: Group, loaded: Co
             f"all that was on the meta device must have values now, but {', '.join(without)} has none: "
             "reset_parameters of its module does not set it. Let it, or make the module on a real device"
         )
+
+
+def _names(its: Sequence[Place]) -> list[str]:
+    return [place.name for place in its]
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
@@ -137,8 +155,12 @@ def _random_numbers_of_rank_0(group: Group, device: torch.device) -> Iterator[No
 
 
 @contextmanager
-def _whole(module: nn.Module) -> Iterator[None]:
-    """Within this, the parameters of the module and of what is below it in its block are whole, plain, on the CPU."""
+def _whole(module: nn.Module, following: Collection[tuple[nn.Module, str]]) -> Iterator[None]:
+    """Within this, the parameters of the module and of what is below it in its block are whole, plain, on the CPU.
+
+    Args:
+        following: where a parameter is that keeps the values it has elsewhere: what is given to it here is lost.
+    """
     holders = [
         (each, name, param)
         for each in _in_block(module)
@@ -150,11 +172,15 @@ def _whole(module: nn.Module) -> Iterator[None]:
         if id(param) not in whole:
             values = full(param) if isinstance(param, DTensor) else param.detach()
             whole[id(param)] = nn.Parameter(values.cpu(), requires_grad=param.requires_grad)
-        each._parameters[name] = whole[id(param)]
+        own = whole[id(param)]
+        each._parameters[name] = nn.Parameter(own.detach().clone()) if (each, name) in following else own
     try:
         yield
     finally:
         for each, name, param in holders:
+            if (each, name) in following:
+                each._parameters[name] = param
+                continue
             values = whole[id(param)].detach()
             if isinstance(param, DTensor):
                 cut = cut_of(param)
