@@ -30,8 +30,8 @@ from benchmarks.hosts import Host, one_host, run_on
 from benchmarks.models import Transformer, mlp
 from lightning_distkit.core.zero import ZeroOptimizer, estimate_memory, shard_gradients
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
-from lightning_distkit.core.zero.estimate import blocks_of
 from lightning_distkit.core.zero.parameters import shard_parameters
+from lightning_distkit.core.zero.policy import find_blocks
 
 BUCKET_CAP_MB = 8.0  # of ours, so that several make a model
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
@@ -67,7 +67,7 @@ def stage_3(module: nn.Module) -> tuple[nn.Module, Optimizer]:
 
 
 def fsdp2(module: nn.Module) -> tuple[nn.Module, Optimizer]:
-    for block in blocks_of(module):
+    for block in find_blocks(module).values():
         fully_shard(block)
     fully_shard(module)
     return module, AdamW(module.parameters())

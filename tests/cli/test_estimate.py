@@ -8,6 +8,7 @@ import resource
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from torch import nn
 
 import lightning_distkit
-from lightning_distkit.cli.estimate import estimate, load, module_like
-from lightning_distkit.core.zero.estimate import blocks_of
+from lightning_distkit.cli.checkpoint import module_like
+from lightning_distkit.cli.estimate import estimate
+from lightning_distkit.cli.shapes import load
+from lightning_distkit.core.zero.policy import find_blocks
 
 MODELS = """
 from torch import nn
@@ -86,7 +89,7 @@ def lines_of(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any
     ],
 )
 def test_a_number_may_be_written_as_people_do(text: str, numel: int) -> None:
-    assert load(text) == numel
+    assert load(text).subject == numel
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_a_number_may_be_written_as_people_do(text: str, numel: int) -> None:
     ],
 )
 def test_a_callable_is_called_on_the_meta_device(path: str, folder: Path) -> None:
-    module = load(path)
+    module = load(path).subject
     assert isinstance(module, nn.Module)
     assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
     assert sum(parameter.numel() for parameter in module.parameters()) == NUMEL
@@ -127,10 +130,73 @@ def test_a_checkpoint_has_the_modules_shapes(name: str, inside: str | None, fold
     if inside:
         state = {"epoch": 3, "optimizer_states": [{"state": {0: torch.ones(9)}}], inside: state}
     torch.save(state, name)
-    found = load(name)
+    found = load(name).subject
     assert same(found, net().to(torch.bfloat16))
     assert isinstance(found, nn.Module)
-    assert [type(block) for block in blocks_of(found)] == [nn.Module] * 12
+    assert list(find_blocks(found)) == [f"layers.{n}" for n in range(12)]
+
+
+def nested(state: dict[str, Any]) -> dict[str, Any]:
+    """As a pytree: a dict for each module."""
+    tree: dict[str, Any] = {}
+    for name, tensor in state.items():
+        *path, last = name.split(".")
+        at = tree
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = tensor
+    return tree
+
+
+STATE = {"state": {0: {"exp_avg": torch.ones(10**4)}}, "param_groups": [{"params": [0]}]}
+OTHERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "beside": (
+        lambda state: {"model": state, "optimizer": STATE, "step": torch.tensor(3)},
+        "of it 'model', without 'optimizer', 'step'",
+    ),
+    "lightning": (
+        lambda state: {"state_dict": state, "optimizer_states": [STATE], "epoch": 3},
+        "of it 'state_dict', without 'optimizer_states'",
+    ),
+    "twice": (lambda state: {"module": {"model": state}, "optim": STATE}, "of it 'module.model', without 'optim'"),
+    "no word for it": (lambda state: {"generator": state, "optim_g": STATE}, "without 'optim_g'"),
+    "another word": (lambda state: {"generator": state, "adam": STATE}, "without 'adam'"),
+    "flat": (
+        lambda state: {**{f"net.{n}": t for n, t in state.items()}, "optimizer.0.exp_avg": torch.ones(10**4)},
+        "without 'optimizer'",
+    ),
+    "flat, by its state": (lambda state: {**state, "layers.0.weight.exp_avg": torch.ones(4, 4)}, "without 'exp_avg'"),
+    "nested": (nested, ""),
+    "alone": (lambda state: state, ""),
+    "words that are not meant": (
+        lambda state: {"state_dict": {**state, "optimizer.weight": torch.ones(4), "optimal.weight": torch.ones(4)}},
+        "of it 'state_dict'",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", OTHERS)
+def test_of_a_checkpoint_the_models_parameters_are_counted_and_what_is_taken_is_said(
+    how: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, says = OTHERS[how]
+    torch.save(make(dict(net().state_dict())), "net.pt")
+    first, whole, *_ = lines_of(capsys, "net.pt")
+    more = 8 if how == "words that are not meant" else 0
+    assert whole["parameters"] == 4 * (sum(each.numel() for each in net().parameters()) + more)
+    assert first["about"].startswith(f"net.pt ({says}): " if says else "net.pt: ")
+
+
+def test_the_blocks_may_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    unsharded = {
+        policy: lines_of(capsys, "models_to_estimate:net", policy=policy, stage=3)[1]["unsharded"]
+        for policy in ("auto", "torch.nn.Linear", 100)
+    }
+    assert unsharded["torch.nn.Linear"] == unsharded[100] == unsharded["auto"] > 0
+    for policy, says in (("torch.nn.Conv2d", "must match at least one module"), ("torch.nn.Nothing", "Nothing")):
+        with pytest.raises(SystemExit) as end:
+            estimate("models_to_estimate:net", policy=policy)
+        assert says in str(end.value)
 
 
 def test_lightnings_own_checkpoint_opens(folder: Path) -> None:
@@ -148,12 +214,12 @@ def test_lightnings_own_checkpoint_opens(folder: Path) -> None:
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.strategy.connect(module)
     trainer.save_checkpoint("lightning.ckpt")
-    assert same(load("lightning.ckpt"), module)
+    assert same(load("lightning.ckpt").subject, module)
 
 
 def test_a_tied_parameter_is_tied_in_a_checkpoint_too(folder: Path) -> None:
     torch.save(net(tied=True).state_dict(), "net.pt")
-    found = load("net.pt")
+    found = load("net.pt").subject
     assert isinstance(found, nn.Module)
     assert len(list(found.parameters())) == len(list(net(tied=True).parameters()))
 
@@ -165,7 +231,7 @@ def test_safetensors_are_read_by_their_header_alone(folder: Path) -> None:
     path = Path("net.safetensors")
     (length,) = struct.unpack("<Q", path.read_bytes()[:8])
     path.write_bytes(path.read_bytes()[: 8 + length])  # without any tensor's memory
-    found = load("net.safetensors")
+    found = load("net.safetensors").subject
     assert isinstance(found, nn.Module)
     # It sorts the names, but they are the same.
     parameters = {name: (p.shape, p.dtype) for name, p in found.named_parameters()}
@@ -181,7 +247,7 @@ def test_an_index_stands_for_all_its_files(folder: Path) -> None:
     for file in set(files.values()):
         save_file({name: state[name] for name in state if files[name] == file}, file)
     Path("model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
-    found = load("model.safetensors.index.json")
+    found = load("model.safetensors.index.json").subject
     assert isinstance(found, nn.Module)
     assert found.state_dict().keys() == state.keys()
 
@@ -218,7 +284,7 @@ def test_a_config_is_transformers_to_build(
     monkeypatch.delitem(sys.modules, "transformers", raising=False)
     (folder / "config.json").write_text(json.dumps({"width": 4, "architectures": architectures}))
     try:
-        module = load("config.json")
+        module = load("config.json").subject
     finally:
         sys.modules.pop("transformers", None)
     assert isinstance(module, nn.Module)

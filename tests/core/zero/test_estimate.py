@@ -12,15 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_distkit.core.zero.estimate import (
-    OPTIMIZERS,
-    PRECISIONS,
-    STAGES,
-    MemoryEstimate,
-    blocks_of,
-    estimate_memory,
-    what_fits,
-)
+from lightning_distkit.core.zero.estimate import STAGES, MemoryEstimate, estimate_memory, what_fits
+from lightning_distkit.core.zero.kept import OPTIMIZERS
+from lightning_distkit.core.zero.outline import PRECISIONS
 
 MB = 2**20
 
@@ -296,17 +290,36 @@ def test_seventy_billion_parameters_take_no_memory() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB; it would be 280 million
 
 
-def test_blocks_are_the_children_of_the_largest_repeating_list() -> None:
-    module = Net()
-    assert blocks_of(module) == list(module.blocks)
-    assert blocks_of(nn.ModuleDict({"inside": module})) == list(module.blocks)
+class TwoLists(nn.Module):
+    """Two lists of layers, as an encoder and a decoder are, and a weight that is in a layer of each."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.decoder = (nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(n)) for n in (2, 4))
+        if tied:
+            self.decoder[3].weight = self.encoder[0].weight
 
 
-def test_without_such_a_list_blocks_are_the_children_but_no_list() -> None:
-    module = Net(n=1)
-    assert blocks_of(module) == [module.embedding, module.blocks[0], module.head]
-    sequence = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-    assert blocks_of(sequence) == [sequence[0], sequence[2]]
+LAYER = 4 * 8 * 8  # bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "tied", "wanted"),
+    [
+        ("auto", False, 4 * LAYER - 2 * LAYER // 2),  # every layer is a block: see above
+        (nn.Linear, False, 4 * LAYER - 2 * LAYER // 2),
+        (None, False, 2 * 6 * LAYER - 6 * LAYER // 2),  # all is gathered at once, and has its gradients at once
+        # Two blocks with one weight are none: it is the root's, and whole until the end.
+        ("auto", True, LAYER + 4 * LAYER + LAYER - (LAYER + 2 * LAYER) // 2),
+    ],
+)
+def test_blocks_are_those_that_stage_3_makes(policy: Any, tied: bool, wanted: int) -> None:
+    assert estimate_memory(TwoLists(tied), 3, 2, policy=policy).unsharded == wanted
+
+
+def test_a_policy_that_matches_nothing_is_an_error_of_the_estimate_too() -> None:
+    with pytest.raises(ValueError, match="the policy must match at least one module"):
+        estimate_memory(TwoLists(), 3, 2, policy=nn.Conv2d)
 
 
 def test_what_fits_is_the_smallest_world_that_does() -> None:

@@ -115,6 +115,45 @@ def test_the_estimate_knows_what_buckets_come_out(stage: int, layers_a_bucket: f
         assert rank.peak == pytest.approx(estimate.total, rel=0.05)
 
 
+class TwoLists(nn.Module):
+    """As an encoder and a decoder: no list is all of the layers, nor is any child one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.decoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for layer in self.decoder:
+            x = layer(x)
+        return x
+
+
+class LargeRoot(TwoLists):
+    """With layers that belong to no block, as an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(self.before(x)[:, :WIDTH])
+        return self.after(torch.cat([x, x, x], 1))
+
+
+@pytest.mark.parametrize(("make", "policy"), [(TwoLists, "auto"), (TwoLists, None), (LargeRoot, "auto")])
+def test_the_estimate_counts_the_blocks_that_stage_3_takes(make: type[nn.Module], policy: str | None) -> None:
+    estimate = estimate_memory(make(), 3, 2, "adam", policy=policy)
+    for rank in run_ranks(2, held_in_a_step, partial(sharded_by, policy), make, one_row):
+        assert rank.peak == pytest.approx(estimate.total, rel=0.05)
+
+
+def sharded_by(policy: str | None, module: nn.Module) -> tuple[nn.Module, Optimizer]:
+    shard_parameters(module, policy=policy)
+    return module, DTensorOptimizer(Adam(module.parameters()), module)
+
+
 # -- nothing whole survives
 
 
