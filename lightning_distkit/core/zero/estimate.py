@@ -1,7 +1,7 @@
 """What a rank must hold to train under DDP and under each ZeRO stage, counted from shapes alone.
 
 Source: Rajbhandari et al., 2020, https://arxiv.org/abs/1910.02054, section 3 for the model states; what travels is
-counted as it is held here, and for stage 3 as torch's ``fully_shard`` holds it.
+counted as it is held here.
 """
 
 from __future__ import annotations

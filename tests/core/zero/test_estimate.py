@@ -101,20 +101,20 @@ def test_one_rank_holds_all_and_sends_nothing(stage: int) -> None:
 
 
 def test_stage_3_holds_two_blocks_and_two_blocks_gradients() -> None:
-    # The peak is in the backward of the middle one of three blocks of 400 bytes: its parameters and gradients, the next
-    # as it was gathered, and the gradients that leave. Shards of its gradients and those of the next are not yet there.
+    # The peak is in the backward of the first one of three blocks of 400 bytes, the last to come: its parameters and
+    # gradients, the memory that blocks are gathered into, and the gradients that leave. Its own shard is not there yet.
     estimate = estimate_memory(300, 3, 10, n_blocks=3)
-    assert estimate.unsharded == 4 * 400 - 80
+    assert estimate.unsharded == 4 * 400 - 40
     assert estimate.total == 120 + 120 + 240 + estimate.unsharded
 
 
 def test_stage_3_holds_what_is_outside_of_blocks_for_the_whole_step() -> None:
-    # 3 blocks of 256 bytes; embedding and head are 320 each, and the head's gradients come first.
+    # 3 blocks of 256 bytes; embedding and head are 320 each, gathered together, and the head's gradients come first.
     estimate = estimate_memory(Net(), 3, 2)
-    assert estimate.unsharded == 640 + 320 + 4 * 256 - (640 + 2 * 256) // 2
+    assert estimate.unsharded == 640 + 640 + 320 + 3 * 256 - (640 + 256) // 2
     # A tied one is there once, and its gradients as soon as the head's are.
     tied = estimate_memory(Net(tied=True), 3, 2)
-    assert tied.unsharded == 320 + 320 + 4 * 256 - (320 + 2 * 256) // 2
+    assert tied.unsharded == 320 + 320 + 320 + 3 * 256 - (320 + 256) // 2
 
 
 def test_stage_3_in_the_forward_holds_a_block_twice_and_the_one_before() -> None:
@@ -306,11 +306,11 @@ LAYER = 4 * 8 * 8  # bytes
 @pytest.mark.parametrize(
     ("policy", "tied", "wanted"),
     [
-        ("auto", False, 4 * LAYER - 2 * LAYER // 2),  # every layer is a block: see above
-        (nn.Linear, False, 4 * LAYER - 2 * LAYER // 2),
-        (None, False, 2 * 6 * LAYER - 6 * LAYER // 2),  # all is gathered at once, and has its gradients at once
+        ("auto", False, 4 * LAYER - LAYER // 2),  # every layer is a block: see above
+        (nn.Linear, False, 4 * LAYER - LAYER // 2),
+        (None, False, 3 * 6 * LAYER - 6 * LAYER // 2),  # all is gathered at once, and has its gradients at once
         # Two blocks with one weight are none: it is the root's, and whole until the end.
-        ("auto", True, LAYER + 4 * LAYER + LAYER - (LAYER + 2 * LAYER) // 2),
+        ("auto", True, LAYER + 4 * LAYER + LAYER - (LAYER + LAYER) // 2),
     ],
 )
 def test_blocks_are_those_that_stage_3_makes(policy: Any, tied: bool, wanted: int) -> None:
