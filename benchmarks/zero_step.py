@@ -85,6 +85,8 @@ def stage_3(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callab
 def deepspeed(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], stage: int) -> Callable[[], Tensor]:
     import deepspeed as ds
 
+    # Or else it compiles one, for minutes, and sums in shared memory what the other arms send over loopback.
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": stage},
