@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.hosts import Host, one_host, run_on
+from benchmarks.hosts import Host, as_torchrun_tells_it, one_host, run_on
 from benchmarks.models import MODELS, batches
 from lightning_distkit.core.zero import DTensorOptimizer, ZeroOptimizer, shard_gradients, shard_parameters
 
@@ -84,6 +84,8 @@ def stage_3(module: nn.Module, loss_of: Callable[[nn.Module], Tensor]) -> Callab
 
 def deepspeed(module: nn.Module, loss_of: Callable[[nn.Module], Tensor], stage: int) -> Callable[[], Tensor]:
     import deepspeed as ds
+
+    as_torchrun_tells_it(hosts=1)
 
     # Or else it compiles one, for minutes, and sums in shared memory what the other arms send over loopback.
     ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False
