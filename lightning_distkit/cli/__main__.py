@@ -11,9 +11,12 @@ def main() -> None:
     except ModuleNotFoundError as error:
         sys.exit(f"distkit needs {error.name}: pip install 'lightning-distkit[cli]'")
     from lightning_distkit.cli.advise import advise
+    from lightning_distkit.cli.convert import convert
     from lightning_distkit.cli.estimate import estimate
 
-    jsonargparse.auto_cli({"advise": advise, "estimate": estimate}, as_positional=True, prog="distkit")
+    jsonargparse.auto_cli(
+        {"advise": advise, "convert": convert, "estimate": estimate}, as_positional=True, prog="distkit"
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import zipfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,9 +25,19 @@ from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group, says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.ledger import Ledger
-from lightning_distkit.core.zero import GradScaler, ZeroOptimizer, sync_buffers
+from lightning_distkit.core.zero import (
+    DTensorOptimizer,
+    GradScaler,
+    ZeroOptimizer,
+    is_sharded_checkpoint,
+    module_sharded_state_dict,
+    sharding_of,
+    sync_buffers,
+)
+from lightning_distkit.core.zero.checkpoint_folder import existing, replacing
 from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies import WRONG_MIRROR
+from lightning_distkit.strategies.zero_checkpoints import ShardedCheckpoints, read, refuse_other_shapes
 from lightning_distkit.strategies.zero_stages import ShardedParameters, Stage, WholeParameters
 
 core_logger = logging.getLogger("lightning_distkit.core.zero")
@@ -36,7 +48,8 @@ class ZeroStrategy(DDPStrategy):
 
     ``Trainer(strategy="zero_stage_2")``. The module is used as it is, without a wrapper; losses and weights are those
     of plain ``ddp``. Checkpoints are ordinary ones: they open under any stage and number of ranks, under ``ddp`` and on
-    one device, and theirs open here.
+    one device, and theirs open here. Sharded ones open here, whether or not such are saved, under any stage and number
+    of ranks; ``distkit convert`` makes ordinary ones of them.
 
     Args:
         stage: 1, 2 or 3.
@@ -45,6 +58,9 @@ class ZeroStrategy(DDPStrategy):
         policy: stage 3: which modules are gathered as one block; see `find_blocks`. "auto" by default.
         mixed_precision: stage 3: FSDP2's ``MixedPrecisionPolicy``; the Trainer's ``precision`` works without it.
         reshard_after_forward: stage 3: as in ``fully_shard``.
+        save_distributed_checkpoint: each rank writes its part, and a checkpoint is a folder, which all must share.
+        asynchronous_checkpoint: of those, training goes on as soon as each rank has copied its part to the CPU. There
+            is one at a time; what goes wrong is raised at the next one, or at the end of the fit.
         process_group_backend, timeout, start_method, and those before: as in `DDPStrategy`.
 
     Raises:
@@ -59,6 +75,8 @@ class ZeroStrategy(DDPStrategy):
         policy: Policy = "auto",
         mixed_precision: MixedPrecisionPolicy | None = None,
         reshard_after_forward: bool | None = None,
+        save_distributed_checkpoint: bool = False,
+        asynchronous_checkpoint: bool = False,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -80,6 +98,11 @@ class ZeroStrategy(DDPStrategy):
         for name, value in of_stage_3.items() if stage < 3 else {"bucket_cap_mb": bucket_cap_mb}.items():
             if value is not None:
                 raise ValueError(f"{name} says nothing in stage {stage}; leave it out")
+        if asynchronous_checkpoint and not save_distributed_checkpoint:
+            raise ValueError(
+                "asynchronous_checkpoint needs save_distributed_checkpoint=True, as only then each rank has its part "
+                "to itself; for whole checkpoints there is Lightning's AsyncCheckpointIO"
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -96,6 +119,7 @@ class ZeroStrategy(DDPStrategy):
             if stage == 3
             else WholeParameters(stage == 2, bucket_cap_mb or 25, elementwise)
         )
+        self._sharded = ShardedCheckpoints(asynchronous_checkpoint) if save_distributed_checkpoint else None
         self._group: Group | None = None
         self._has_failed = False
 
@@ -114,6 +138,11 @@ class ZeroStrategy(DDPStrategy):
         super().setup_environment()
         assert self.lightning_module is not None
         self._has_failed = False
+        if self._sharded is not None and type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"save_distributed_checkpoint=True writes without a checkpoint_io, got {type(self.checkpoint_io)}: "
+                "leave one of them out; asynchronous_checkpoint=True saves while training goes on"
+            )
         self._stage.check(self.lightning_module.trainer)
 
     def setup(self, trainer: Any) -> None:
@@ -182,18 +211,47 @@ class ZeroStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self._sharded is not None and sharding_of(self.lightning_module) is not None:
+            return module_sharded_state_dict(self.lightning_module)
         return self._stage.state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
+        refuse_other_shapes(self.lightning_module, checkpoint["state_dict"])
         self._stage.load_state_dict(self.lightning_module, checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return getattr(optimizer, "_optimizer", optimizer).state_dict()
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self._sharded is not None and isinstance(optimizer, ZeroOptimizer | DTensorOptimizer):
+            return optimizer.sharded_state_dict()
+        return optimizer.state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._sharded is None:
+            path = Path(filepath)
+            with replacing(path) if self.is_global_zero and is_sharded_checkpoint(path) else nullcontext():
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are for a CheckpointIO, without which sharded checkpoints are saved")
+        assert self.lightning_module is not None
+        # In stages 1 and 2, and after the fit, parameters are whole and alike on every rank: each writes a share.
+        replicated = self.lightning_module.parameters()
+        self._sharded.save(checkpoint, self.broadcast(str(filepath)), replicated, self._timeout)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self._sharded is None:
+            super().remove_checkpoint(filepath)
+        else:
+            self._sharded.remove(partial(super().remove_checkpoint, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Mapped, not read: each rank then reads its own part only.
         path = Path(checkpoint_path)
+        if self._sharded is not None:
+            self._sharded.wait()
+        if existing(path).is_dir():
+            return read(path, bool(weights_only), self.root_device)
+        # Mapped, not read: each rank then reads its own part only.
         if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file() and zipfile.is_zipfile(path):
             loaded: dict[str, Any] = torch.load(
                 path,
@@ -209,7 +267,17 @@ class ZeroStrategy(DDPStrategy):
                 raise
             raise RuntimeError(f"{path} cannot be read as a checkpoint; it may be truncated: {error}") from error
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._sharded is not None:
+            self._sharded.is_training = True
+
     # -- the end
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._sharded is not None:
+            self._sharded.finish(failed=False)
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
@@ -219,6 +287,8 @@ class ZeroStrategy(DDPStrategy):
             exception.args = (what_happened(exception, self.global_rank, self.world_size),)
 
     def teardown(self) -> None:
+        if self._sharded is not None:
+            self._sharded.finish(self._has_failed)
         for optimizer in self.optimizers:
             if isinstance(optimizer, ZeroOptimizer):
                 optimizer.release()

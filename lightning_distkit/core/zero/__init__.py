@@ -4,6 +4,9 @@ Source: Rajbhandari et al., 2020, "ZeRO: Memory Optimizations Toward Training Tr
 https://arxiv.org/abs/1910.02054.
 """
 
+from lightning_distkit.core.zero.checkpoint_folder import is_sharded_checkpoint as is_sharded_checkpoint
+from lightning_distkit.core.zero.checkpoint_folder import read_sharded_checkpoint as read_sharded_checkpoint
+from lightning_distkit.core.zero.convert import convert_sharded_checkpoint as convert_sharded_checkpoint
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer as DTensorOptimizer
 from lightning_distkit.core.zero.estimate import MemoryEstimate as MemoryEstimate
 from lightning_distkit.core.zero.estimate import estimate_memory as estimate_memory
@@ -16,6 +19,7 @@ from lightning_distkit.core.zero.local_shards import local_shards as local_shard
 from lightning_distkit.core.zero.local_shards import without_weights as without_weights
 from lightning_distkit.core.zero.module_state import load_module_full_state_dict as load_module_full_state_dict
 from lightning_distkit.core.zero.module_state import module_full_state_dict as module_full_state_dict
+from lightning_distkit.core.zero.module_state import module_sharded_state_dict as module_sharded_state_dict
 from lightning_distkit.core.zero.optimizer import ELEMENTWISE as ELEMENTWISE
 from lightning_distkit.core.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 from lightning_distkit.core.zero.parameters import shard_parameters as shard_parameters
@@ -23,4 +27,6 @@ from lightning_distkit.core.zero.parameters import unshard_parameters as unshard
 from lightning_distkit.core.zero.policy import find_blocks as find_blocks
 from lightning_distkit.core.zero.replicas import sync_buffers as sync_buffers
 from lightning_distkit.core.zero.replicas import sync_module_states as sync_module_states
+from lightning_distkit.core.zero.saved_tensor import SavedTensor as SavedTensor
+from lightning_distkit.core.zero.sharded_checkpoint import ShardedCheckpointWriter as ShardedCheckpointWriter
 from lightning_distkit.core.zero.sharding import sharding_of as sharding_of

@@ -96,17 +96,17 @@ def in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
 
     A view where both lie alike; channels_last and transposed parameters are the reason.
     """
-    return tensor.permute(_order(like)).reshape(-1)
+    return tensor.permute(memory_order(like)).reshape(-1)
 
 
 def in_shape_of(flat: Tensor, like: Tensor) -> Tensor:
     """The inverse of `in_memory_order`: a view of ``flat`` in the shape and memory format of ``like``."""
-    order = _order(like)
+    order = memory_order(like)
     back = sorted(range(len(order)), key=order.__getitem__)
     return flat.view([like.shape[dim] for dim in order]).permute(back)
 
 
-def _order(tensor: Tensor) -> list[int]:
+def memory_order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
 
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.zero import norm
-from lightning_distkit.core.zero.dtensor_state import gathered_state, load_whole_state
+from lightning_distkit.core.zero.dtensor_state import gathered_state, load_whole_state, sharded_state
 from lightning_distkit.core.zero.fsdp_state import reshard
 from lightning_distkit.core.zero.optimizer import ELEMENTWISE, REFUSED, chosen_for
 from lightning_distkit.core.zero.owners import Owners
@@ -35,8 +35,8 @@ class DTensorOptimizer(Optimizer):
     """The interface of all ZeRO stages around an optimizer made with the parameters of a sharded module.
 
     ``param_groups`` is the very list of ``optimizer``, so a scheduler may be made for either. ``state`` has DTensors,
-    which ``torch.distributed.checkpoint`` writes and reads as they are (not so where `elementwise` is false: there
-    `state_dict` is the way). Every method but `zero_grad` and `no_sync` is collective.
+    which ``torch.distributed.checkpoint`` writes and reads as they are (not so where `elementwise` is false). Every
+    method is collective, but `zero_grad`, `no_sync` and `sharded_state_dict`.
 
     Args:
         optimizer: any torch optimizer, made after ``shard_parameters(module)``.
@@ -247,22 +247,18 @@ class DTensorOptimizer(Optimizer):
     # -- state
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """As the plain optimizer's, with DTensors in the state: for ``torch.distributed.checkpoint``.
+        """As the plain optimizer's, for `ShardedCheckpointWriter`; nothing is copied.
 
-        Raises:
-            RuntimeError: where whole parameters are stepped, whose state is no DTensor.
+        The state has DTensors, which ``torch.distributed.checkpoint`` writes and reads by itself, too; or, where whole
+        parameters are stepped, what this rank has of them. `load_state_dict` takes what `read_sharded_checkpoint` makes
+        of it.
         """
-        if self.owners:
-            raise RuntimeError(
-                f"the state of {type(self.optimizer).__name__} is that of whole parameters, each on one rank, and has "
-                "no sharded form; use state_dict"
-            )
-        return self.optimizer.state_dict()
+        return sharded_state(self)
 
     def load_sharded_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The reverse of `sharded_state_dict`."""
+        """Take a state of DTensors, as ``torch.distributed.checkpoint`` has read it into `sharded_state_dict`."""
         if not self.elementwise and any(isinstance(param, DTensor) for param in self.params):
-            raise RuntimeError(f"the state of {type(self.optimizer).__name__} has no sharded form; use load_state_dict")
+            raise RuntimeError(f"the state of {type(self.optimizer).__name__} has no DTensors; use load_state_dict")
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:

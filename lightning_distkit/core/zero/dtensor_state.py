@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.zero.foreign_state import why_foreign
+from lightning_distkit.core.zero.parts import OfThisRank, whole_part
 from lightning_distkit.core.zero.whole_tensors import cut_of, gather, local, take_shard
 
 if TYPE_CHECKING:
@@ -31,6 +32,18 @@ def gathered_state(optimizer: DTensorOptimizer) -> dict[str, Any]:
         if its:
             state[number] = its
     return {"state": state, **packed} if optimizer.group.rank == 0 else {}
+
+
+def sharded_state(optimizer: DTensorOptimizer) -> dict[str, Any]:
+    """What ``DTensorOptimizer.sharded_state_dict`` promises."""
+    if optimizer.elementwise:
+        return optimizer.optimizer.state_dict()
+    state: dict[int, dict[str, Any]] = OfThisRank()
+    for number, param in enumerate(optimizer.params):
+        its = (optimizer.owners.state if isinstance(param, DTensor) else optimizer.state).get(param, {})
+        if its:
+            state[number] = {name: whole_part(value) for name, value in its.items()}
+    return {"state": state, **_packed(optimizer)}
 
 
 def _packed(optimizer: DTensorOptimizer) -> dict[str, Any]:

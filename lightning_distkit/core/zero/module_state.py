@@ -50,6 +50,16 @@ def gathered(state: Mapping[str, Any], group: Group) -> dict[str, Any]:
     return result if group.rank == 0 else {}
 
 
+def module_sharded_state_dict(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` with this rank's shards as DTensors, for `ShardedCheckpointWriter`; not collective.
+
+    `load_module_full_state_dict` takes what `read_sharded_checkpoint` makes of it.
+    """
+    reshard(module)
+    state: dict[str, Any] = module.state_dict()
+    return state
+
+
 @torch.no_grad()
 def load_module_full_state_dict(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
     """Take this rank's shards from a whole state dict, which every rank has, best from ``torch.load(mmap=True)``.

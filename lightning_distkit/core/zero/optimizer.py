@@ -25,7 +25,7 @@ from lightning_distkit.core.zero.bucket import Bucket, balanced, slices, whole_p
 from lightning_distkit.core.zero.gradients import WholeGradients
 from lightning_distkit.core.zero.holders import NO_WRAPPER, WithoutDDP, living_modules, refusal
 from lightning_distkit.core.zero.partial_state import copy_parts
-from lightning_distkit.core.zero.state import gathered_state, load_whole_state, part_of_state
+from lightning_distkit.core.zero.state import gathered_state, load_whole_state, part_of_state, sharded_state
 from lightning_distkit.core.zero.turn import Turn
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ZeroOptimizer(Optimizer):
     values; whoever moves or replaces them afterwards (``module.to(...)``) gets an error at the next step.
     ``param_groups`` are the user's, with whole parameters, and may be changed by schedulers as ever.
 
-    Every method but `zero_grad` and `no_sync` is collective: to be called on every rank.
+    Every method but `zero_grad`, `no_sync` and `sharded_state_dict` is collective: to be called on every rank.
 
     Args:
         optimizer: a torch optimizer, or a class of one, of which one is then made with ``params`` and ``arguments``.
@@ -349,6 +349,14 @@ class ZeroOptimizer(Optimizer):
         """
         return gathered_state(self)
 
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """As the plain optimizer's, with this rank's parts of the state: for `ShardedCheckpointWriter`.
+
+        Not collective, and nothing is copied: it is to be saved before the next step. `load_state_dict` takes what
+        `read_sharded_checkpoint` makes of it.
+        """
+        return sharded_state(self)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's part of what the plain optimizer, or `state_dict` at any number of ranks, has said.
 
@@ -361,11 +369,21 @@ class ZeroOptimizer(Optimizer):
 
     def load_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Replace the state of this rank's pieces by its part of ``state``: parameter -> its whole state."""
+        self.set_state(self.parts_of(state))
+
+    def parts_of(self, state: Mapping[Tensor, dict[str, Any]]) -> dict[Tensor, dict[str, Any]]:
+        """Of ``state``, parameter -> its whole state, what belongs to this rank's pieces: piece -> its state."""
+        return {
+            piece: part_of_state(bucket, param, its, self._inner.param_groups)
+            for bucket in self.buckets
+            for param, piece in bucket.pieces.items()
+            if (its := state.get(param))
+        }
+
+    def set_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Make this the state of this rank's pieces."""
         self._inner.state.clear()
-        for bucket in self.buckets:
-            for param, piece in bucket.pieces.items():
-                if its := state.get(param):
-                    self._inner.state[piece] = part_of_state(bucket, param, its, self._inner.param_groups)
+        self._inner.state.update(state)
 
 
 def chosen_for(optimizer: Optimizer) -> str | None:

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_distkit.core.zero.boxes import views
 from lightning_distkit.core.zero.bucket import Bucket, Piece, in_memory_order, in_shape_of
 from lightning_distkit.core.zero.foreign_state import why_foreign
+from lightning_distkit.core.zero.parts import OfThisRank, Part, whole_part
+from lightning_distkit.core.zero.saved_tensor import SavedTensor
 
 if TYPE_CHECKING:
     from lightning_distkit.core.zero.optimizer import ZeroOptimizer
@@ -38,14 +41,7 @@ def gathered_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
     """What ``ZeroOptimizer.state_dict`` promises."""
     group = optimizer.group
     group.meet("ZeroOptimizer.state_dict()")
-    held, optimizer.state = (
-        optimizer.state,
-        defaultdict(dict),
-    )  # its keys are pieces, of which torch's method knows nothing
-    try:
-        plain = Optimizer.state_dict(optimizer)
-    finally:
-        optimizer.state = held
+    plain = _without_state(optimizer)
     headers = group.everyones([_header(bucket, optimizer.inner) for bucket in optimizer.buckets], optimizer.device)
     whole: dict[Tensor, dict[str, Any]] = {}
     for index, bucket in enumerate(optimizer.buckets):  # bucket by bucket, so little is held twice
@@ -54,6 +50,33 @@ def gathered_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
                 _gather(whole, bucket, rank, headers[rank][index], optimizer)
     params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
     return {**plain, "state": {n: whole[param] for n, param in enumerate(params) if param in whole}}
+
+
+def _without_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """As torch's ``state_dict()``, which knows nothing of pieces, the keys of the state."""
+    held, optimizer.state = optimizer.state, defaultdict(dict)
+    try:
+        return Optimizer.state_dict(optimizer)
+    finally:
+        optimizer.state = held
+
+
+def sharded_state(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """What ``ZeroOptimizer.sharded_state_dict`` promises."""
+    ids = {param: n for n, param in enumerate(_of(optimizer.param_groups))}
+    state: dict[int, dict[str, Any]] = {}
+    for bucket in optimizer.buckets:
+        for piece, (tensor, its) in zip(bucket.layout.of(bucket.rank), _tensors(bucket, optimizer.inner), strict=True):
+            param = bucket.params[piece.index]
+            mine: dict[str, Any] = {}
+            for name, value in its.items():
+                if isinstance(value, Tensor) and _is_cut(value, tensor):
+                    mine[name] = Part.of_run(in_memory_order(value, tensor), piece.begin, param)
+                elif piece.begin == 0:  # the same on every rank that has a piece
+                    mine[name] = whole_part(value)
+            if mine:
+                state[ids[param]] = mine
+    return {**_without_state(optimizer), "state": OfThisRank(sorted(state.items()))}
 
 
 def _gather(
@@ -79,12 +102,17 @@ def load_whole_state(optimizer: ZeroOptimizer, state_dict: dict[str, Any]) -> No
     """What ``ZeroOptimizer.load_state_dict`` promises."""
     refusal = why_foreign(optimizer.inner, optimizer.param_groups, optimizer.elementwise, state_dict)
     optimizer.group.refuse_together(refusal, optimizer.device)
-    params = [param for param_group in optimizer.param_groups for param in param_group["params"]]
     ids = [number for saved in state_dict["param_groups"] for number in saved["params"]]
+    whole, mine, problem = state_dict["state"], dict[Tensor, dict[str, Any]](), None
+    state = {param: whole[n] for n, param in zip(ids, _of(optimizer.param_groups), strict=True) if n in whole}
+    try:
+        mine = optimizer.parts_of(state)
+    except (OSError, ValueError) as error:  # a file that this rank alone cannot read
+        problem = f"the optimizer's state could not be read: {error}"
+    optimizer.group.refuse_together(problem, optimizer.device)
     for ours, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         ours.update({name: value for name, value in saved.items() if name != "params"})
-    state = state_dict["state"]
-    optimizer.load_state({param: state[number] for number, param in zip(ids, params, strict=True) if number in state})
+    optimizer.set_state(mine)
 
 
 def part_of_state(
@@ -103,18 +131,35 @@ def part_of_state(
         if not isinstance(value, Tensor):
             kept[name] = value
             continue
-        part = bucket.part_of(param, value) if _is_cut(value, param) else value
+        if isinstance(value, SavedTensor):
+            part = _read(bucket, param, value)
+        else:
+            part = bucket.part_of(param, value) if _is_cut(value, param) else value
         # torch's rule for dtype and device: the parameter's, but for step counts.
         policy = Optimizer._process_value_according_to_param_policy
         placed = policy(piece, part, number, packed, name)
-        kept[name] = (
-            placed.clone() if placed.untyped_storage().data_ptr() == value.untyped_storage().data_ptr() else placed
-        )
+        shared = not isinstance(value, SavedTensor) and _shares_memory(placed, value)
+        kept[name] = placed.clone() if shared else placed
     return kept
+
+
+def _read(bucket: Bucket, param: Tensor, saved: SavedTensor) -> Tensor:
+    """Of a tensor in a file what this rank's piece of ``param`` needs, in the piece's shape: nothing else is read."""
+    if not _is_cut(saved, param):
+        return saved.read()
+    [piece] = [each for each in bucket.layout.of(bucket.rank) if bucket.params[each.index] is param]
+    flat = torch.empty(piece.end - piece.begin, dtype=saved.dtype)
+    for offsets, view in views(flat, piece.begin, param):
+        view.copy_(saved.read_box(offsets, view.shape))
+    return in_shape_of(flat, param) if flat.numel() == param.numel() else flat
 
 
 def _of(param_groups: Sequence[dict[str, Any]]) -> Iterator[Tensor]:
     return (param for param_group in param_groups for param in param_group["params"])
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _is_cut(value: Tensor, param: Tensor) -> bool:
