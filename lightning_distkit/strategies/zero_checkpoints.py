@@ -39,10 +39,6 @@ class ShardedCheckpoints:
     ) -> None:
         """As `ShardedCheckpointWriter.save`."""
         self.wait()
-        if "://" in str(path):
-            raise ValueError(
-                f"a sharded checkpoint must be saved to a folder that all ranks share, got {path}; save a whole one"
-            )
         if self._writer is None or self._world is not dist.group.WORLD:
             self._writer, self._world = ShardedCheckpointWriter(timeout=timeout), dist.group.WORLD
         asynchronous = self._asynchronous and self.is_training

@@ -153,19 +153,24 @@ def _opened(path: Path, load: Any) -> Any:
         raise ValueError(f"{path} cannot be read; it may be truncated, or made by something else: {error}") from error
 
 
+_PARTS_OF_METADATA = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+    *((module, f"{kind}Path") for module in ("pathlib", "pathlib._local") for kind in ("", "Posix", "Windows")),
+}
+
+
 class _Unpickler(pickle.Unpickler):
     """Of ``.metadata``: what it consists of, and no code of whoever has written it."""
 
     def find_class(self, module: str, name: str) -> Any:
-        known = module.startswith("torch.distributed.checkpoint.") or (module, name) in (
-            *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
-            *(("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "Path")),
-            *(("pathlib._local", "PosixPath"), ("pathlib._local", "WindowsPath")),  # Python 3.13
-        )
-        found = super().find_class(module, name) if known or module == "torch" else None
-        if not known and not isinstance(found, torch.dtype):
-            raise pickle.UnpicklingError(f"it has a {module}.{name}, which does not belong there")
-        return found
+        if (module, name) in _PARTS_OF_METADATA:
+            return super().find_class(module, name)
+        if module in ("torch", "torch.distributed.checkpoint.metadata") and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, torch.dtype) or getattr(found, "__module__", "") == Metadata.__module__:
+                return found
+        raise pickle.UnpicklingError(f"it has a {module}.{name}, which does not belong there")
 
 
 def _check(folder: Path, metadata: Any, table: Mapping[str, Any]) -> None:

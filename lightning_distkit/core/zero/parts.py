@@ -82,6 +82,15 @@ class Contents:
     places: dict[str, list[Path]] = field(default_factory=dict)  # where each of those stands: tied ones several times
     dicts: dict[Path, OfThisRank] = field(default_factory=dict)  # without large tensors, too
 
+    def beyond_rank_0(self) -> Contents:
+        """What rank 0 cannot know by itself: what is in `OfThisRank`."""
+        places = {
+            name: paths
+            for name, paths in self.places.items()
+            if any(paths[0][: len(path)] == path for path in self.dicts)
+        }
+        return Contents(places=places, dicts=self.dicts)
+
 
 def take_apart(checkpoint: Mapping[str, Any], replicated: Iterable[Tensor], group: Group) -> Contents:
     """What this rank has to write.
@@ -182,19 +191,18 @@ def _shares(tensors: Mapping[str, Tensor], group: Group) -> Iterator[tuple[str, 
 
 
 def put_together(of_ranks: list[Contents]) -> tuple[Any, dict[str, list[Path]]]:
-    """The rest of the whole checkpoint, and where which tensor stands in it, from what all ranks have.
+    """The rest of the whole checkpoint, and where which tensor stands in it.
 
     Args:
-        of_ranks: ``parts`` are not needed, and ``rest`` of rank 0 alone.
+        of_ranks: rank 0's, then what the others have beyond that.
     """
     rest = of_ranks[0].rest
     places: dict[str, list[Path]] = {}
-    for rank, contents in enumerate(of_ranks):
+    for contents in of_ranks:
         for path, mine in contents.dicts.items():
             _merge(_at(rest, path), mine)
         for name, paths in contents.places.items():
-            if rank == 0 or any(paths[0][: len(path)] == path for path in contents.dicts):
-                places.setdefault(name, paths)
+            places.setdefault(name, paths)
     return rest, places
 
 

@@ -156,7 +156,7 @@ class SavedTensor(Tensor):
         offsets = [mine + other for mine, other in zip(self._offsets, offsets, strict=True)]
         return self._files.read(self.key, offsets, sizes)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # as torch's, which is untyped
         return f"SavedTensor({self.key!r}, {tuple(self.shape)}, {self.dtype})"
 
     def _sliced(self, dim: int, begin: int | None, end: int | None) -> SavedTensor:

@@ -82,11 +82,13 @@ class ShardedCheckpointWriter:
                 is one at a time: a further `save` waits for it, as does `wait`; and they raise what went wrong.
 
         Raises:
-            ValueError: rank 0 cannot pickle what it has, or two places have the same name.
+            ValueError: ``path`` is no folder, rank 0 cannot pickle what it has, or two places have the same name.
             PeerError: a rank is lost.
             RuntimeError: a rank could not write; or another rank did not call this.
         """
         self.wait()
+        if "://" in str(path):
+            raise ValueError(f"a sharded checkpoint must go to a folder that all ranks share, got {path}")
         self._control.meet("ShardedCheckpointWriter.save()")
         path = Path(os.path.abspath(path))  # noqa: PTH100  not resolved: a link is to be replaced, not its target
         parts, meta = self._taken_apart(checkpoint, replicated)
@@ -141,7 +143,7 @@ class ShardedCheckpointWriter:
             contents = take_apart(checkpoint, replicated, self._control)
         except ValueError as error:
             refusal = str(error)
-        of_ranks = self._control.everyones(replace(contents, rest=None, parts={}), _CPU)
+        of_ranks = self._control.everyones(contents.beyond_rank_0(), _CPU)
         if self._control.rank == 0 and refusal is None:
             of_ranks[0] = contents
             try:

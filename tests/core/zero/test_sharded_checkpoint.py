@@ -389,7 +389,11 @@ def test_what_cannot_be_saved_is_refused_on_every_rank_before_anything_is_writte
 
 class Bomb:
     def __reduce__(self) -> Any:
-        return Path.mkdir, (Path("bomb"),)
+        return os.mkdir, ("bomb",)
+
+
+# As another pickle may say it: the same by way of a module that belongs there.
+DOTTED_BOMB = b"\x80\x04\x8c\x27torch.distributed.checkpoint.filesystem\x8c\x08os.mkdir\x93\x8c\x04bomb\x85R."
 
 
 def foreign(folder: Path) -> None:
@@ -410,6 +414,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file": (lambda f: (shutil.rmtree(f), f.touch()), "there is a file: torch.load opens it"),
     "empty": (lambda f: (shutil.rmtree(f), f.mkdir()), "lacks meta.pt and .metadata: it is none"),
     "code": (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Bomb())), "which does not belong there"),
+    "hidden": (lambda f: (f / ".metadata").write_bytes(DOTTED_BOMB), "os.mkdir, which does not belong there"),
 }
 
 
