@@ -19,7 +19,8 @@ from lightning_distkit import ZeroStrategy
 from lightning_distkit.core.zero import convert_sharded_checkpoint, read_sharded_checkpoint, sharded_checkpoint
 from tests.ranks import RankDied, run_ranks
 from tests.strategies.modules import parameters, trainer
-from tests.strategies.test_zero import STAGES, Averaged, strategy_for
+from tests.strategies.test_zero import STAGES, strategy_for
+from tests.strategies.test_zero_callbacks import Averaged
 from tests.strategies.test_zero_checkpoint import Net, best_and_last, resumed_from, undisturbed
 
 
@@ -293,21 +294,22 @@ def test_lr_find_leaves_nothing_and_a_folder_replaces_a_file_and_the_other_way_r
         assert names == ["last.ckpt"]
 
 
-def averaged(folder: Path) -> bool:
+def averaged(stage: int, folder: Path) -> bool:
     ends = []
-    for strategy in (sharding(2), strategy_for(2)):
+    for strategy in (sharding(stage), strategy_for(stage)):
         fit = trainer(strategy, folder, callbacks=[Averaged()])
         fit.fit(Net())
         path = folder / type(strategy).__name__ / str(len(ends)) / "averaged.ckpt"
         fit.save_checkpoint(path)
         net = Net()
-        trainer(strategy_for(2), folder, max_epochs=2, callbacks=[Averaged()]).fit(net, ckpt_path=path)
+        trainer(strategy_for(stage), folder, max_epochs=2, callbacks=[Averaged()]).fit(net, ckpt_path=path)
         ends.append(parameters(net))
     return torch.equal(*ends)
 
 
-def test_averaged_weights_are_saved_and_resumed_as_in_whole_checkpoints(tmp_path: Path) -> None:
-    assert run_ranks(2, averaged, tmp_path) == [True, True]
+@pytest.mark.parametrize("stage", [2, 3])
+def test_averaged_weights_are_saved_and_resumed_as_in_whole_checkpoints(stage: int, tmp_path: Path) -> None:
+    assert run_ranks(2, averaged, stage, tmp_path) == [True, True]
 
 
 def with_a_checkpoint_io(folder: Path) -> None:
