@@ -116,7 +116,8 @@ def simulate(
         message: how long an activation or its gradient is on its way from one rank to another.
 
     Raises:
-        ValueError: an action that is there twice, or a backward in one stage and not in the stages behind it.
+        ValueError: an action that is there twice, or a backward in one stage and not in the stages behind it; or
+            costs below 0, or not as many as stages.
         DeadlockError: ranks that wait for each other.
     """
     owners = _owners(ranks)
@@ -134,6 +135,8 @@ def simulate(
         for each in needed(action):
             if each not in owners:
                 raise ValueError(f"{action} on rank {rank} needs {each}, which no rank does")
+    if message < 0:
+        raise ValueError(f"message must be a time of at least 0, got {message}")
     ended: dict[Action, float] = {}
     done: list[list[Slot]] = [[] for _ in ranks]
     moved = True
