@@ -28,7 +28,7 @@ class DeferredBatchNorm(_BatchNorm):
         # A second run in backward has track_running_stats off.
         if self._pending is None or not self.training or not self.track_running_stats or self.running_mean is None:
             return super().forward(input)
-        self._check_input_dim(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
         n_values = input.numel() // input.shape[1]  # of each channel
         if n_values == 1:
             raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-T = TypeVar("T")
-
 CHECKPOINT_MODES = ("always", "except_last", "never")
 
 
 def is_checkpointed(mode: str, index: int, n_micro_batches: int) -> bool:
-    """Whether micro-batch ``index`` of those that there are (not of those that there may be, ``chunks``) is run again."""
+    """Whether micro-batch ``index`` is run again: of those that there are, not of the ``chunks`` that there may be."""
     return mode == "always" or (mode == "except_last" and index < n_micro_batches - 1)
 
 
@@ -55,27 +53,22 @@ class Surroundings:
     def __init__(self, device: torch.device | str = "cpu", layers: nn.Module | None = None) -> None:
         self._device = torch.device(device)
         self._layers = layers
-        self._rng = _RngState(self._device)
+        self._rng = RngState(self._device)
         self._grad = torch.is_grad_enabled()
+        kinds = [kind for kind in {"cpu", self._device.type} if torch.amp.is_autocast_available(kind)]
         self._autocast = [
-            {
-                "device_type": kind,
-                "enabled": torch.is_autocast_enabled(kind),
-                "dtype": torch.get_autocast_dtype(kind),
-                "cache_enabled": torch.is_autocast_cache_enabled(),
-            }
-            for kind in dict.fromkeys(["cpu", self._device.type])
-            if torch.amp.is_autocast_available(kind)
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in kinds
         ]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within this all of it is as it was then, and `is_recomputing`; afterwards as it was before."""
         with _one_at_a_time, ExitStack() as stack:
-            stack.callback(_RngState(self._device).restore)
+            stack.callback(RngState(self._device).restore)
             stack.callback(setattr, _this_thread, "recomputing", is_recomputing())
             for arguments in self._autocast:
-                stack.enter_context(torch.autocast(**arguments))
+                stack.enter_context(torch.autocast(*arguments))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._layers is not None:
                 stack.enter_context(_statistics_left_alone(self._layers))
@@ -97,7 +90,7 @@ def _statistics_left_alone(layers: nn.Module) -> Iterator[None]:
             each.track_running_stats = its
 
 
-class _RngState:
+class RngState:
     """Where the random numbers of the CPU and of a device stand."""
 
     def __init__(self, device: torch.device) -> None:
@@ -152,9 +145,9 @@ class InPlace:
         """The first run.
 
         Raises:
-            RuntimeError: the layers wrote to their inputs, which they had not done before, and so they cannot run again.
+            RuntimeError: the layers wrote to their inputs, which they had not done before, so they cannot run again.
         """
-        given = args if self._known is False else _copied(args)
+        given = _handed_out(args, copied=self._known is not False)
         before = versions(given)
         outputs = function(*given)
         written_to = versions(given) != before
@@ -168,7 +161,7 @@ class InPlace:
 
     def run_again(self, function: Callable[..., Any], *args: Any) -> Any:
         """The second run."""
-        return function(*(_copied(args) if self._known else args))
+        return function(*_handed_out(args, copied=self._known is True))
 
 
 def versions(values: Any) -> list[int]:
@@ -176,32 +169,38 @@ def versions(values: Any) -> list[int]:
     return [leaf._version for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
-def _copied(values: T) -> T:
-    return pytree.tree_map_only(Tensor, Tensor.clone, values)
+def _handed_out(values: tuple[Any, ...], copied: bool) -> Any:
+    """New containers in any case: layers may take something out of a dict."""
+    return pytree.tree_map(lambda leaf: leaf.clone() if copied and isinstance(leaf, Tensor) else leaf, values)
 
 
 def checkpointed(
-    layers: Callable[..., Any], *args: Any, device: torch.device | str = "cpu", in_place: InPlace | None = None
+    function: Callable[..., Any],
+    *args: Any,
+    layers: nn.Module | None = None,
+    device: torch.device | str = "cpu",
+    in_place: InPlace | None = None,
 ) -> Any:
-    """``layers(*args)``, whose intermediate results are dropped and computed again in backward.
+    """``function(*args)``, whose intermediate results are dropped and computed again in backward.
 
     It may be called within another that is checkpointed, hold one, and be differentiated by ``torch.autograd.grad``.
 
     Args:
-        layers: a module, or a function from nests to a nest.
-        device: where it draws random numbers.
-        in_place: what is known of how it treats its arguments.
+        function: from nests to a nest.
+        layers: those that it calls; see `Surroundings`.
+        device: where they are.
+        in_place: what is known of how they treat their inputs.
 
     Raises:
         RuntimeError: in backward, if somebody has written to an argument in between.
     """
     watch = in_place if in_place is not None else InPlace("a checkpointed function")
-    surroundings = Surroundings(device, layers if isinstance(layers, nn.Module) else None)
+    surroundings = Surroundings(device, layers)
     first: list[list[int]] = []  # the arguments' versions after the first run, once it has been
 
     def run(*args: Any) -> Any:
         if not first:
-            outputs = watch.run(layers, *args)
+            outputs = watch.run(function, *args)
             first.append(versions(args))
             return outputs
         if versions(args) != first[0]:
@@ -210,7 +209,7 @@ def checkpointed(
                 'after backward, or pass checkpoint="never"'
             )
         with surroundings.again():
-            return watch.run_again(layers, *args)
+            return watch.run_again(function, *args)
 
     # Surroundings instead of checkpoint's own: one mechanism here and in the pipe over processes; it also looks at the
     # layers' device and not at the arguments', and lets only one thread at a time wind the generators back.

@@ -10,13 +10,11 @@ values too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-
-T = TypeVar("T")
 
 
 class NoChunk:
@@ -84,7 +82,7 @@ def split_call(
         TypeError: there is no tensor.
         ValueError: no tensor has rows, or some have more than others.
     """
-    leaves, spec = _flat((args, dict(kwargs)))
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     require_tensor(leaves, "the input of a pipe")
     counts = row_counts(_n_rows(leaves), chunks)
     columns = [_pieces(leaf, counts) for leaf in leaves]
@@ -101,7 +99,7 @@ def merge(outputs: Sequence[Any]) -> Any:
         TypeError: the micro-batches gave different nests.
         ValueError: they gave tensors that do not fit together.
     """
-    flat, specs = zip(*(_flat(output) for output in outputs), strict=True)
+    flat, specs = zip(*(pytree.tree_flatten(output, is_leaf=_is_plain) for output in outputs), strict=True)
     for n, spec in enumerate(specs):
         if spec != specs[0]:
             raise TypeError(
@@ -111,17 +109,13 @@ def merge(outputs: Sequence[Any]) -> Any:
     return pytree.tree_unflatten([_joined(column) for column in zip(*flat, strict=True)], specs[0])
 
 
-def to_device(values: T, device: torch.device) -> T:
+def to_device(values: Any, device: torch.device) -> Any:
     """The same nest with its tensors on ``device``; those that are there already are not copied."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
 
 
-def _flat(values: Any) -> tuple[list[Any], Any]:
-    return pytree.tree_flatten(values, is_leaf=_is_plain)
-
-
 def _is_plain(values: Any) -> bool:
-    return not any(isinstance(leaf, (Tensor, NoChunk)) for leaf in pytree.tree_leaves(values))
+    return not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(values))
 
 
 def _n_rows(leaves: Sequence[Any]) -> int:

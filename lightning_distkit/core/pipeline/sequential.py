@@ -14,10 +14,12 @@ class PipeSequential(nn.Sequential):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        values: Any = args
-        for layer in self:
-            values = layer(*values, **kwargs) if isinstance(values, tuple) else layer(values, **kwargs)
-            kwargs = {}
+        if len(self) == 0:
+            return args[0] if len(args) == 1 else args
+        first, *others = self
+        values = first(*args, **kwargs)
+        for layer in others:
+            values = call(layer, values)
         return values
 
 

@@ -28,7 +28,7 @@ class stash:  # noqa: N801  # torch's name
 
     def __init__(self, name: str, tensor: Tensor | None) -> None:
         if tensor is not None and not isinstance(tensor, Tensor):
-            raise TypeError(f"a tensor or None can be stashed, got {type(tensor).__name__} as '{name}'; stash each alone")
+            raise TypeError(f"a tensor or None can be stashed, got {type(tensor).__name__} as '{name}'")
         self.name = name
         self.tensor = tensor
 
