@@ -253,7 +253,7 @@ def test_a_balance_that_is_none_is_refused(balance: Any, says: str) -> None:
         ),
         (
             nn.Sequential(linears(2, 2, 2), nn.Tanh()),
-            "3 stages need at least 3 layers, got 2; put the layers of '0' into the outer nn.Sequential, which then has",
+            "3 stages need at least 3 layers, got 2; put the layers of '0' into the outer nn.Sequential, which",
         ),
         (nn.Sequential(), "3 stages need at least 3 layers, got 0; put layers into the nn.Sequential"),
     ],
