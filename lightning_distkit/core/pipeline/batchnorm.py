@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_distkit.core.pipeline.checkpoint import is_recomputing
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -25,8 +27,7 @@ class DeferredBatchNorm(_BatchNorm):
     _pending: Moments | None = None  # None outside of a batch
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
-        # A second run in backward has track_running_stats off.
-        if self._pending is None or not self.training or not self.track_running_stats or self.running_mean is None:
+        if self._pending is None or self.running_mean is None or not self.training or is_recomputing():
             return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         n_values = input.numel() // input.shape[1]  # of each channel

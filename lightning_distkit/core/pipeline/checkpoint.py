@@ -80,14 +80,15 @@ class Surroundings:
 @contextmanager
 def _statistics_left_alone(layers: nn.Module) -> Iterator[None]:
     norms = [each for each in layers.modules() if isinstance(each, _NormBase) and each.training]
-    tracking = [each.track_running_stats for each in norms]
+    buffers = [dict(each._buffers) for each in norms]
     try:
         for each in norms:
-            each.track_running_stats = False  # in training they then use the batch's, and only look at these in eval
+            # Copies, and not none: what is saved for backward must be as much as in the first run.
+            each._buffers.update({name: its.clone() for name, its in each._buffers.items() if its is not None})
         yield
     finally:
-        for each, its in zip(norms, tracking, strict=True):
-            each.track_running_stats = its
+        for each, its_own in zip(norms, buffers, strict=True):
+            each._buffers.update(its_own)
 
 
 class RngState:

@@ -1,7 +1,7 @@
 """Pipe: the layers of one process on several devices, and micro-batches that follow each other through them.
 
 Source: Huang et al., 2019, "GPipe", https://arxiv.org/abs/1811.06965; Kim et al., 2020, "torchgpipe",
-https://arxiv.org/abs/2004.09910. The interface is that of torch.distributed.pipeline.sync.Pipe, which torch has removed.
+https://arxiv.org/abs/2004.09910. The interface is that of torch.distributed.pipeline.sync.Pipe, which torch removed.
 """
 
 from __future__ import annotations

@@ -138,7 +138,8 @@ def _pieces(leaf: Any, counts: Sequence[int]) -> Sequence[Any]:
         # of the whole. But such pieces may not be written to in place, as a first layer may want to: so copies of them.
         return [piece.clone() for piece in leaf.split(list(counts))]
     starts = [sum(counts[:n]) for n in range(len(counts))]
-    return [leaf.narrow(0, start, count) for start, count in zip(starts, counts, strict=True)]
+    # Detached from each other: else a layer that multiplies one by a parameter in place would have all need gradients.
+    return [leaf.narrow(0, start, count).detach() for start, count in zip(starts, counts, strict=True)]
 
 
 def _joined(column: Sequence[Any]) -> Any:
