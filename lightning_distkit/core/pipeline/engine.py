@@ -1,0 +1,559 @@
+"""Does one rank's steps: receives, computes forwards and backwards of micro-batches, and sends, as the plan says.
+
+Each stage's forward of a micro-batch makes a small autograd graph of its own, whose leaves are what was received; its
+backward is a plain `torch.autograd.backward` on that graph. So parameters' gradients accumulate as ever, hooks run, and
+nothing is known here of what layers are.
+
+An exception in a stage becomes a `Failure`. From then on the rank does the rest of its steps without computing: what it
+is to receive it drops, and in place of what it is to send it sends the failure. The last word of a call comes from one
+rank, and with it every rank raises the same error, with all channels clean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_distkit.core.ledger import Ledger
+from lightning_distkit.core.pipeline.checkpoint import InPlace, Surroundings, is_checkpointed, without_graph
+from lightning_distkit.core.pipeline.failure import Failure
+from lightning_distkit.core.pipeline.frames import Parcel, pack
+from lightning_distkit.core.pipeline.microbatch import require_tensor
+from lightning_distkit.core.pipeline.plan import Direction, Kind, Layout, Message, Step, incoming, plan
+from lightning_distkit.core.pipeline.sequential import PipeSequential
+from lightning_distkit.core.pipeline.skip import SkipKey, carried
+from lightning_distkit.core.pipeline.tied import TiedParameters
+from lightning_distkit.core.pipeline.transport import Broken, Transport
+
+Groups = list[list[Tensor]]
+"""Tensors that want gradients: those of the values between stages, then those of the skips of each other stage."""
+
+
+class Stage:
+    """One stage that lives here.
+
+    Args:
+        pops: for each stage that stashes something for this one, in order, the keys.
+        stashes: for each stage that pops something of this one, in order, the keys.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: PipeSequential,
+        device: torch.device,
+        pops: dict[int, list[SkipKey]],
+        stashes: dict[int, list[SkipKey]],
+    ) -> None:
+        self.index = index
+        self.layers = layers
+        self.device = device
+        self.pops = pops
+        self.stashes = stashes
+        self.in_place = InPlace(f"stage {index}")
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], skips: Sequence[list[Tensor | None]]) -> Any:
+        """What the stage returns, and for each stage that pops what it has stashed for that one."""
+        keys = [key for its in self.pops.values() for key in its]
+        values = [value for its in skips for value in its]
+        with carried(dict(zip(keys, values, strict=True))) as tracker:
+            output = self.layers(*args, **kwargs)
+        return output, [[tracker.stashed.get(key) for key in its] for its in self.stashes.values()]
+
+
+@dataclass
+class Inputs:
+    """What a stage gets for one micro-batch, its tensors apart."""
+
+    tensors: list[Tensor]
+    wants_grad: list[bool]
+    sizes: list[int]  # how many tensors the values have, and the skips from each stage
+    build: Callable[[list[Tensor]], tuple[tuple[Any, ...], dict[str, Any], list[list[Tensor | None]]]]
+
+    def groups(self, tensors: Sequence[Tensor]) -> Groups:
+        """Of as many tensors those that want gradients."""
+        result, begin = [], 0
+        for size in self.sizes:
+            each = zip(tensors[begin : begin + size], self.wants_grad[begin : begin + size], strict=True)
+            result.append([tensor for tensor, wanted in each if wanted])
+            begin += size
+        return result
+
+
+@dataclass
+class Kept:
+    """What a stage keeps of a micro-batch for its backward."""
+
+    inputs: Inputs
+    surroundings: Surroundings | None  # set if it is to be run again, and then
+    run: Callable[..., Any] | None = None  # what is
+    leaves: Groups = field(default_factory=list)
+    outputs: Groups = field(default_factory=list)
+
+    def enter(self) -> list[Tensor]:
+        """The inputs as the stage's graph begins with them."""
+        both = list(zip(self.inputs.tensors, self.inputs.wants_grad, strict=True))
+        leaves = [tensor.detach().requires_grad_() if wanted else tensor for tensor, wanted in both]
+        self.leaves = self.inputs.groups(leaves)
+        return [_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
+
+
+@dataclass
+class Event:
+    """One step as it was done; seconds on this process's clock."""
+
+    kind: str
+    stage: int
+    micro_batch: int
+    begin: float
+    end: float
+    waited: float  # of these, for other ranks
+
+
+class Call:
+    """One call of a pipe, and its backward: inputs, outputs, and what is kept between the two.
+
+    Args:
+        number: which one; the same on every rank.
+        micro_batches: the arguments of each.
+        keeps: a backward will follow.
+        checkpoint: which micro-batches are run again in it.
+        hands_out: every rank gets the outputs.
+        loss: of a micro-batch number and its output, what is to be minimised, on the last stage; None if whoever called
+            computes it.
+        weights: of each micro-batch in the sum of losses.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        *,
+        keeps: bool,
+        checkpoint: str,
+        hands_out: bool = True,
+        loss: Callable[[int, Any], Tensor] | None = None,
+        weights: Sequence[float] = (),
+    ) -> None:
+        self.number = number
+        self.micro_batches = list(micro_batches)
+        self.keeps = keeps
+        self.checkpoint = checkpoint
+        self.hands_out = hands_out
+        self.loss = loss
+        self.weights = weights
+        self.is_drained = False
+        self.failure: Failure | None = None
+        self.error: BaseException | None = None  # the failure's, if it was raised here
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self.here: dict[Message, Parcel | Failure] = {}  # from one stage of this rank to another
+        self.outputs: dict[int, Any] = {}  # of the last stage, a parcel by micro-batch; or the one word on them
+        self.losses: list[Tensor] = []
+        self.output_grads: dict[int, list[Tensor | None]] = {}  # by micro-batch, of those that want them
+        self.input_grads: dict[int, list[Tensor | None]] = {}
+
+    def gradient_of_output(self, i: int) -> list[Tensor | None]:
+        """Of what the last stage gave for a micro-batch."""
+        if self.loss is None:
+            return self.output_grads.pop(i)
+        # A mean over nothing is NaN, and so would be its gradient.
+        return [torch.full_like(self.losses[i], self.weights[i]) if self.weights[i] != 0 else None]
+
+    def inputs_that_want_grad(self) -> list[list[Tensor]]:
+        """Of each micro-batch, the same on every rank."""
+        if not self.keeps:
+            return [[] for _ in self.micro_batches]
+        return [
+            [leaf for leaf in pytree.tree_leaves(each) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            for each in self.micro_batches
+        ]
+
+
+class Engine:
+    """This rank's stages and its way to the others.
+
+    Args:
+        stages: those that live here.
+        transport: None in a world of one.
+        global_rank: this rank's number in the world, for errors.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        schedule: str,
+        rank: int,
+        stages: Sequence[Stage],
+        transport: Transport | None,
+        ledger: Ledger,
+        global_rank: int,
+    ) -> None:
+        self.layout = layout
+        self.schedule = schedule
+        self.rank = rank
+        self.stages = {stage.index: stage for stage in stages}
+        self.transport = transport
+        self.ledger = ledger
+        self.global_rank = global_rank
+        self.tied: TiedParameters | None = None
+        self.record = False
+        self.events: list[Event] = []
+        self.computed = 0.0  # seconds in stages, since the beginning
+        self.total = 0.0  # seconds in calls and backwards, since the beginning
+        self.broken: Failure | None = None
+
+    def run(self, call: Call, kind: Kind) -> None:
+        """Do this rank's steps of a call.
+
+        Raises:
+            StageError: on every rank, if a stage failed on one.
+        """
+        if self.broken is not None:
+            raise self.broken.error()
+        begin = perf_counter()
+        plans = plan(self.layout, self.schedule, kind)
+        try:
+            self._begin(call, kind, plans)
+            for step in plans[self.rank]:
+                self._do(call, step)
+            if self.transport is not None:
+                self.transport.finish()
+        except Broken as broken:
+            self._break(call, broken.failure)
+        except BaseException as error:
+            # Not a stage's error, but one between its steps: which frames have crossed is not known any more.
+            self._break(call, Failure.of(error, "the engine", -1, self.global_rank, is_fatal=True))
+            raise
+        finally:
+            self.total += perf_counter() - begin
+        if call.failure is not None:
+            self._raise(call)
+
+    def exchange(self, number: int, give: Mapping[int, Any], take: Sequence[int]) -> dict[int, Any]:
+        """Give some ranks a nest each, and take one from others, as all have agreed; by rank, what was taken.
+
+        Raises:
+            StageError: on every rank that was to get something from a rank that failed, or is lost.
+        """
+        call = Call(number, [], keeps=False, checkpoint="never")
+        if self.broken is not None:
+            raise self.broken.error()
+        taken: dict[int, Any] = {}
+        if self.transport is None:
+            return taken
+        message = {rank: Message(rank, self.rank, Direction.STATE, 0, 0) for rank in take}
+        try:
+            self.transport.begin(number, 0, [(rank, Direction.STATE, [each]) for rank, each in message.items()])
+            for rank, values in give.items():
+                self._send(call, Message(self.rank, rank, Direction.STATE, 0, 0), lambda values=values: values)  # type: ignore[misc]
+            taken = {rank: self._receive(call, each) for rank, each in message.items()}
+            self.transport.finish()
+        except Broken as broken:
+            self._break(call, broken.failure)
+        if call.failure is not None:
+            self._raise(call)
+        return {rank: _values(each) for rank, each in taken.items()}
+
+    def _begin(self, call: Call, kind: Kind, plans: Sequence[Sequence[Step]]) -> None:
+        if self.transport is None:
+            return
+        expected = [
+            (source, direction, messages)
+            for source in range(self.layout.n_ranks)
+            if source != self.rank
+            for direction, messages in incoming(plans[source], self.rank).items()
+        ]
+        self.transport.begin(call.number, kind.signature, expected)
+
+    def _break(self, call: Call, failure: Failure) -> None:
+        if self.transport is not None:
+            failure = self.transport.broken_by(failure)
+        self.broken = call.failure = failure
+
+    def _raise(self, call: Call) -> None:
+        assert call.failure is not None
+        failure, error = call.failure, call.error
+        call.kept.clear()
+        call.outputs.clear()
+        call.here.clear()
+        call.error = None
+        if error is not None and not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt and the like are no stage's failure
+        raise failure.error() from error
+
+    # One step
+
+    def _do(self, call: Call, step: Step) -> None:
+        waited_before = self.transport.waited if self.transport is not None else 0.0
+        begin = perf_counter()
+        match step.kind:
+            case "F":
+                self._forward(call, step)
+            case "B":
+                self._backward(call, step)
+            case "outputs":
+                self._take_outputs(call, step)
+            case "input gradients":
+                for message in step.receives:
+                    received = self._receive(call, message)
+                    if isinstance(received, Parcel):
+                        call.input_grads[message.micro_batch] = _values(received)
+            case "tied out":
+                for message in step.sends:
+                    self._send(call, message, lambda message=message: self._tied.gradients(message.target))
+            case "tied in":
+                received_of = {message.source: self._receive(call, message) for message in step.receives}
+                if call.failure is None:
+                    self._tied.add({rank: _values(each) for rank, each in received_of.items()})
+            case "end":
+                for message in step.receives:
+                    self._take_word(call, message)
+                for message in step.sends:
+                    self._send(call, message, lambda: [])
+        if self.record:
+            waited = self.transport.waited - waited_before if self.transport is not None else 0.0
+            self.events.append(Event(step.kind, step.stage, step.micro_batch, begin, perf_counter(), waited))
+
+    @property
+    def _tied(self) -> TiedParameters:
+        assert self.tied is not None
+        return self.tied
+
+    @contextmanager
+    def _computing(self, call: Call, doing: str, stage: int) -> Iterator[None]:
+        """An exception within this is this stage's failure, and no more."""
+        begin = perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            call.failure = Failure.of(error, doing, stage, self.global_rank)
+            call.error = error
+        finally:
+            self.computed += perf_counter() - begin
+
+    def _receive(self, call: Call, message: Message) -> Parcel | Failure:
+        if message.source == self.rank:
+            received = call.here.pop(message)
+        else:
+            assert self.transport is not None
+            received = self.transport.receive(message)
+        if isinstance(received, Failure) and call.failure is None:
+            call.failure = received
+        return received
+
+    def _take_word(self, call: Call, message: Message) -> Parcel | Failure:
+        """Receive what decides how the call went: the failure in it is the one that every rank raises."""
+        received = self._receive(call, message)
+        if isinstance(received, Failure) and received != call.failure:
+            call.failure = received
+            call.error = None
+        return received
+
+    def _send(self, call: Call, message: Message, values: Callable[[], Any]) -> None:
+        """Send ``values()``, a parcel or what can be packed; or the call's failure."""
+        what: Parcel | Failure
+        if call.failure is None:
+            made = values()
+            what = made if isinstance(made, Parcel) else pack(made)
+        else:
+            what = call.failure
+        if message.target == self.rank:
+            call.here[message] = what
+        else:
+            assert self.transport is not None
+            self.transport.send(message, what)
+
+    # Forward
+
+    def _forward(self, call: Call, step: Step) -> None:
+        received = [self._receive(call, message) for message in step.receives]
+        stage, i = self.stages[step.stage], step.micro_batch
+        is_last = step.stage == self.layout.n_stages - 1
+        parcels: list[Parcel] = []
+        if call.failure is None:
+            with self._computing(call, f"the forward of micro-batch {i}", step.stage):
+                parcels = self._stage_forward(call, stage, i, [each for each in received if isinstance(each, Parcel)])
+                if is_last:
+                    call.outputs[i] = parcels[0]
+        del received
+        for n, message in enumerate(step.sends):
+            self._send(call, message, lambda n=n: self._word(call, i) if is_last else parcels[n])  # type: ignore[misc]
+
+    def _word(self, call: Call, i: int) -> Any:
+        """What every other rank gets of the last stage's output."""
+        output = call.outputs[i]
+        if call.loss is not None:
+            return [call.losses, output if call.hands_out else None]
+        return output if call.hands_out else any(its for each in call.outputs.values() for its in each.wants_grad)
+
+    def _stage_forward(self, call: Call, stage: Stage, i: int, received: list[Parcel]) -> list[Parcel]:
+        """Run a stage: what it hands on, and what it stashes for each other stage."""
+        inputs = self._inputs(call, stage, i, received)
+        is_last = stage.index == self.layout.n_stages - 1
+        again = call.keeps and is_checkpointed(call.checkpoint, i, len(call.micro_batches))
+        # Where its backward comes right after its forward, there is nothing to be gained.
+        again = again and not (is_last and call.loss is not None and self.schedule != "gpipe")
+        kept = Kept(inputs, Surroundings(stage.device, stage.layers) if again else None)
+
+        def run(*tensors: Tensor) -> tuple[list[Any], Tensor | None]:
+            return self._layers_of(call, stage, i, inputs.build(list(tensors)))
+
+        if again:
+            kept.run = run
+            with without_graph():
+                made, loss = stage.in_place.run(run, *inputs.tensors)
+        elif call.keeps:
+            made, loss = run(*kept.enter())
+        else:
+            made, loss = run(*inputs.tensors)
+        parcels = [pack(each) for each in made]
+        if again and self._can_train(stage, inputs):
+            for parcel in parcels:
+                parcel.wants_grad = [_differentiable(tensor) for tensor in parcel.tensors]
+        if call.keeps:
+            if not again:
+                kept.outputs = [parcel.wanted(parcel.tensors) for parcel in parcels] if loss is None else [[loss]]
+            call.kept[stage.index, i] = kept
+        if loss is not None:
+            call.losses.append(loss.detach())
+        for parcel in parcels:
+            parcel.tensors = [tensor.detach() for tensor in parcel.tensors]
+        return parcels
+
+    def _layers_of(self, call: Call, stage: Stage, i: int, given: Any) -> tuple[list[Any], Tensor | None]:
+        """What the stage returns and stashes, and on the last one the loss, if that is computed here."""
+        output, stashed = stage(*given)
+        is_last = stage.index == self.layout.n_stages - 1
+        require_tensor(output, "the output of a pipe" if is_last else f"what stage {stage.index} of a pipe hands on")
+        loss = None
+        if is_last and call.loss is not None:
+            loss = call.loss(i, output)
+            if not isinstance(loss, Tensor) or loss.dim() > 0:
+                raise TypeError(
+                    "the loss of a micro-batch must be a tensor without dimensions, the mean over its rows; got "
+                    f"{f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__}"
+                )
+        return [output, *stashed], loss
+
+    def _inputs(self, call: Call, stage: Stage, i: int, received: list[Parcel]) -> Inputs:
+        n_values = 0 if stage.index == 0 else 1
+        skips = received[n_values:]
+        sizes = [len(parcel.tensors) for parcel in received]
+        if stage.index == 0:
+            leaves, spec = pytree.tree_flatten(call.micro_batches[i])
+            where = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            first = [leaves[n] for n in where]
+            wants = [tensor.requires_grad and call.keeps for tensor in first]
+            sizes.insert(0, len(first))
+        else:
+            first, wants = received[0].tensors, received[0].wants_grad
+        parcel = None if stage.index == 0 else received[0]
+
+        def build(tensors: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[list[Tensor | None]]]:
+            if parcel is None:
+                filled = list(leaves)
+                for n, tensor in zip(where, tensors, strict=False):
+                    filled[n] = tensor
+                args, kwargs = pytree.tree_unflatten(filled, spec)
+            else:
+                values = parcel.with_tensors(tensors[: sizes[0]])
+                args, kwargs = values if isinstance(values, tuple) else (values,), {}
+            begin, each_skip = sizes[0], []
+            for skip, size in zip(skips, sizes[1:], strict=True):
+                each_skip.append(skip.with_tensors(tensors[begin : begin + size]))
+                begin += size
+            return args, kwargs, each_skip
+
+        tensors = [*first, *(tensor for skip in skips for tensor in skip.tensors)]
+        wants = [*wants, *(wanted for skip in skips for wanted in skip.wants_grad)]
+        return Inputs(tensors, wants if call.keeps else [False] * len(tensors), sizes, build)
+
+    def _can_train(self, stage: Stage, inputs: Inputs) -> bool:
+        return any(inputs.wants_grad) or any(parameter.requires_grad for parameter in stage.layers.parameters())
+
+    def _take_outputs(self, call: Call, step: Step) -> None:
+        for message in step.receives:
+            received = self._take_word(call, message)
+            if not isinstance(received, Parcel):
+                continue
+            if call.loss is not None:
+                call.losses, output = _values(received)
+            else:
+                output = received if call.hands_out else _values(received)
+            call.outputs[message.micro_batch] = output
+
+    # Backward
+
+    def _backward(self, call: Call, step: Step) -> None:
+        stage, i = self.stages[step.stage], step.micro_batch
+        kept = call.kept.pop((step.stage, i), None)
+        if call.failure is None:
+            assert kept is not None
+            with self._computing(call, f"the recomputation of micro-batch {i}", step.stage):
+                # Before the gradients are waited for: what of the bubble is before this backward is used.
+                if kept.surroundings is not None:
+                    self._run_again(stage, kept)
+        received = [self._receive(call, message) for message in step.receives]
+        grads: list[list[Tensor | None]] = []
+        if call.failure is None:
+            assert kept is not None
+            with self._computing(call, f"the backward of micro-batch {i}", step.stage):
+                given = [_values(each) for each in received]
+                if step.stage == self.layout.n_stages - 1:
+                    given.insert(0, call.gradient_of_output(i))
+                del received
+                grads = self._stage_backward(kept, given)
+                if step.stage == 0:
+                    call.input_grads[i] = grads[0]
+        del kept
+        for n, message in enumerate(step.sends):
+            self._send(call, message, lambda n=n: grads[n if step.stage > 0 else 0])  # type: ignore[misc]
+
+    def _run_again(self, stage: Stage, kept: Kept) -> None:
+        assert kept.surroundings is not None
+        assert kept.run is not None
+        with kept.surroundings.again():
+            made, loss = stage.in_place.run_again(kept.run, *kept.enter())
+        # In the first run it was not known which outputs would depend on something that wants gradients.
+        wanted = _differentiable if self._can_train(stage, kept.inputs) else lambda tensor: False
+        kept.outputs = [[each for each in pack(its).tensors if wanted(each)] for its in made] if loss is None else [[loss]]
+
+    def _stage_backward(self, kept: Kept, given: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
+        """The gradients of the stage's inputs, from those of its outputs."""
+        tensors, grads = [], []
+        for outputs, its in zip(kept.outputs, given, strict=True):
+            for output, grad in zip(outputs, its, strict=True):
+                if grad is not None and output.requires_grad:
+                    tensors.append(output)
+                    grads.append(grad)
+        if tensors:
+            torch.autograd.backward(tensors, grads)
+        return [[leaf.grad for leaf in group] for group in kept.leaves]
+
+
+class _Enter(torch.autograd.Function):
+    """The same values, which layers may write to in place: they must not with a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def _differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _values(received: Parcel | Failure) -> Any:
+    assert isinstance(received, Parcel)
+    return received.with_tensors(received.tensors)
