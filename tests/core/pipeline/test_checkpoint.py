@@ -92,12 +92,17 @@ def test_surroundings_come_back_and_go_again_even_after_an_error() -> None:
         then = Surroundings()
     wanted = torch.rand(2)
     now = torch.get_rng_state()
-    with torch.no_grad(), pytest.raises(KeyError), then.again():
-        assert torch.equal(torch.rand(2), wanted)
-        assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.float16)
-        assert torch.is_grad_enabled()
-        assert is_recomputing()
-        raise KeyError
+
+    def fails() -> None:
+        with torch.no_grad(), then.again():
+            assert torch.equal(torch.rand(2), wanted)
+            assert (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")) == (True, torch.float16)
+            assert torch.is_grad_enabled()
+            assert is_recomputing()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     assert torch.equal(torch.get_rng_state(), now)
     assert not is_recomputing()
     assert not torch.is_autocast_enabled("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -78,6 +78,7 @@ def expected_of(nest: Any, n: int) -> Any:
     return Pair(*values) if isinstance(nest, Pair) else type(nest)(values)
 
 
+@settings(max_examples=50)
 @given(st.data(), st.integers(1, 9), st.integers(1, 9))
 def test_any_nest_that_is_split_and_merged_is_the_same_with_plain_values_collected(
     data: st.DataObject, n_rows: int, chunks: int

@@ -162,7 +162,7 @@ def commanded(*commands: Any, **names: Any) -> nn.Module:
     @skippable(**names)
     class Commanded(nn.Module):
         def forward(self, x: Tensor) -> Steps:
-            for command in commands:
+            for command in commands:  # noqa: UP028  # which would not send them their answers
                 yield command
             return x
 
