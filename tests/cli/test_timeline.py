@@ -57,6 +57,11 @@ def test_a_schedule_is_drawn_with_its_bubble_and_what_each_rank_holds(
     assert text(capsys) == ONE_F_ONE_B
 
 
+def test_the_guide_shows_what_the_command_prints() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "pipeline.md"
+    assert f"$ distkit timeline --schedule 1f1b --stages 4 --chunks 8\n{ONE_F_ONE_B}```" in guide.read_text()
+
+
 def test_several_stages_a_rank_are_told_apart_and_a_long_drawing_is_broken_in_pieces(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
