@@ -8,9 +8,9 @@ no checkpointing. The arms live side by side in the same ranks and take turns, a
 else the machine does falls on all of them; ratios are between neighbours in time.
 
 Efficiency is the time of one process, one thread, the whole batch at once, divided by the pipe's time and its number of
-stages. m micro-batches on p stages cannot have more than m / (m + p - 1) of it; nor more than cores / stages. "Neither"
-is the part of a step in which the slowest rank's pipe neither computes nor waits for another rank. One JSON line a
-figure, the table as Markdown, and whether what is promised holds.
+ranks. m micro-batches on p ranks cannot have more than m / (m + p - 1) of it (interleaved, more); nor more than cores /
+ranks. "Neither" is the part of a step in which a pipe neither computes nor waits for another rank, on the rank where
+that is most. One JSON line a figure, the table as Markdown, and whether what is promised holds.
 """
 
 import argparse
@@ -35,12 +35,16 @@ from lightning_distkit.core.pipeline.timeline import bubble_on_paper
 WARM_UP = 2  # steps: torch's pipe finds out about shapes in the first
 CHUNKS = (4, 8, 16)
 ALONE = "one process"
+INTERLEAVED = 2  # stages a rank
 ARMS: dict[str, Callable[[Any, int], Step]] = {
     "torch GPipe": lambda model, chunks: Torchs(model, "gpipe", chunks),
     "torch 1F1B": lambda model, chunks: Torchs(model, "1f1b", chunks),
     "gpipe": lambda model, chunks: Ours(model, "gpipe", chunks, inside=False),
     "gpipe, loss inside": lambda model, chunks: Ours(model, "gpipe", chunks, inside=True),
     "1f1b": lambda model, chunks: Ours(model, "1f1b", chunks, inside=True),
+    "interleaved_1f1b": lambda model, chunks: Ours(
+        model, "interleaved_1f1b", chunks, inside=True, n_stages_per_rank=INTERLEAVED
+    ),
 }
 RIVALS = {"gpipe": "torch GPipe", "gpipe, loss inside": "torch GPipe", "1f1b": "torch 1F1B"}
 NEITHER = 0.05  # of a step, at most
@@ -88,8 +92,9 @@ def checked(arm: Any, loss: torch.Tensor | None, wanted: float | None) -> float:
     return known[0]
 
 
-def figures(ranks: list[dict[Any, list[list[Sample]]]], stages: int) -> Iterator[dict[str, Any]]:
+def figures(ranks: list[dict[Any, list[list[Sample]]]]) -> Iterator[dict[str, Any]]:
     """Medians over the rounds; a step is over when the slowest rank is done."""
+    n_ranks = len(ranks)
     seconds = {
         arm: [
             statistics.median(max(each.step for each in step) for step in zip(*rounds, strict=True))
@@ -103,14 +108,15 @@ def figures(ranks: list[dict[Any, list[list[Sample]]]], stages: int) -> Iterator
         yield named | {"figure": "step", "unit": "ms", "value": 1e3 * statistics.median(its)}
         if name == ALONE:
             continue
-        efficiency = statistics.median(one / (stages * each) for one, each in zip(alone, its, strict=True))
+        efficiency = statistics.median(one / (n_ranks * each) for one, each in zip(alone, its, strict=True))
         yield named | {"figure": "efficiency", "unit": "", "value": efficiency}
-        bound = 1 - bubble_on_paper(stages, chunks)
+        bound = 1 - bubble_on_paper(n_ranks, chunks, INTERLEAVED if name.startswith("interleaved") else 1)
         yield named | {"figure": "of_bound", "unit": "", "value": efficiency / bound}
         if name in RIVALS:
             rival = seconds[RIVALS[name], chunks]
             ratio = statistics.median(its / each for its, each in zip(its, rival, strict=True))
             yield named | {"figure": "x_torch", "unit": "times torch's step", "value": ratio}
+        if ranks[0][name, chunks][0][0].neither is not None:
             neither = max(
                 statistics.median(each.neither / each.step for of_round in rank[name, chunks] for each in of_round)
                 for rank in ranks
@@ -129,7 +135,7 @@ def table(lines: list[dict[str, Any]]) -> str:
             "|---|---:|---:|---:|---:|---:|---:|",
         ]
         for arm, chunks in dict.fromkeys((line["arm"], line["chunks"]) for line in its):
-            name = f"**{arm}**" if arm in RIVALS else arm
+            name = arm if arm == ALONE or arm.startswith("torch") else f"**{arm}**"
             row = [name, str(chunks), f"{value[arm, chunks, 'step']:.0f}"]
             for figure, form in ("efficiency", ".2f"), ("of_bound", ".2f"), ("x_torch", ".2f"), ("neither", ".1%"):
                 found = value.get((arm, chunks, figure))
@@ -168,7 +174,7 @@ def main() -> None:
         for stages in chosen.stages:
             with one_host() as hosts:
                 ranks = run_on(hosts, stages, compare, model, chosen.chunks, chosen.rounds, chosen.steps, timeout=1800)
-            for figure in figures(ranks, stages):
+            for figure in figures(ranks):
                 line = {"model": model, "stages": stages} | figure
                 print(json.dumps(line), flush=True)
                 lines.append(line)
