@@ -3,9 +3,9 @@
 `SCHEDULES` names the orders in which the latter works; whoever adds one writes a function and a line in schedules.py.
 """
 
-from lightning_distkit.core.pipeline.local import LocalRef as LocalRef
+from lightning_distkit.core.pipeline.handle import LocalRef as LocalRef
 from lightning_distkit.core.pipeline.local import Pipe as Pipe
-from lightning_distkit.core.pipeline.local import WithDevice as WithDevice
 from lightning_distkit.core.pipeline.microbatch import NoChunk as NoChunk
+from lightning_distkit.core.pipeline.placement import WithDevice as WithDevice
 from lightning_distkit.core.pipeline.schedules import SCHEDULES as SCHEDULES
 from lightning_distkit.core.pipeline.sequential import PipeSequential as PipeSequential

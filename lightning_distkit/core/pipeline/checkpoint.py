@@ -56,10 +56,7 @@ class Surroundings:
         self._rng = RngState(self._device)
         self._grad = torch.is_grad_enabled()
         kinds = [kind for kind in {"cpu", self._device.type} if torch.amp.is_autocast_available(kind)]
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in kinds
-        ]
+        self._autocast = [(kind, _autocast(kind)) for kind in kinds]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -67,14 +64,19 @@ class Surroundings:
         with _one_at_a_time, ExitStack() as stack:
             stack.callback(RngState(self._device).restore)
             stack.callback(setattr, _this_thread, "recomputing", is_recomputing())
-            for arguments in self._autocast:
-                stack.enter_context(torch.autocast(*arguments))
+            for kind, then in self._autocast:
+                if then != _autocast(kind):
+                    stack.enter_context(torch.autocast(kind, *then))
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._layers is not None:
                 stack.enter_context(_statistics_left_alone(self._layers))
             _this_thread.recomputing = True
             self._rng.restore()
             yield
+
+
+def _autocast(kind: str) -> tuple[torch.dtype, bool, bool]:
+    return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled()
 
 
 @contextmanager

@@ -6,74 +6,24 @@ https://arxiv.org/abs/2004.09910. The interface is that of torch.distributed.pip
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from lightning_distkit.core.pipeline.batchnorm import convert, whole_batch
 from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES, InPlace, checkpointed, is_checkpointed
+from lightning_distkit.core.pipeline.handle import referred
 from lightning_distkit.core.pipeline.microbatch import merge, require_tensor, split, tensors_in, to_device
-from lightning_distkit.core.pipeline.sequential import PipeSequential, call
+from lightning_distkit.core.pipeline.placement import partitioned, refuse_shared
+from lightning_distkit.core.pipeline.sequential import call
 from lightning_distkit.core.pipeline.skip import SkipKey, carried, skip_layout, verify_skippables
 
 P = TypeVar("P", bound="Pipe")
 Skips = dict[SkipKey, Tensor | None]
-
-
-class WithDevice(nn.Module):
-    """A layer for `Pipe` that runs on ``device``, to which Pipe moves it. For layers without parameters.
-
-    Args:
-        module: the layer; Pipe takes it out of this wrapper.
-        device: where it runs.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device | str | int) -> None:
-        super().__init__()
-        self._module = module
-        self._device = torch.device(device)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._module(*args, **kwargs)
-
-    @property
-    def module(self) -> nn.Module:
-        """The layer itself."""
-        return self._module
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._device
-
-
-@dataclass(frozen=True)
-class LocalRef:
-    """What `Pipe.forward` returns where RPC is not initialized, else an ``RRef``: the output is here, at its owner."""
-
-    _value: Any  # DDP finds the tensors in a dataclass, and in what pytree knows
-
-    def local_value(self) -> Any:
-        """The output."""
-        return self._value
-
-    def to_here(self, timeout: float = -1.0) -> Any:
-        """The output, too; there is nothing to wait for."""
-        return self._value
-
-    def is_owner(self) -> bool:
-        """Always so."""
-        return True
-
-
-pytree.register_pytree_node(LocalRef, lambda ref: ([ref.local_value()], None), lambda values, _: LocalRef(*values))
 
 
 class Pipe(nn.Module):
@@ -119,8 +69,8 @@ class Pipe(nn.Module):
             raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', got {self.checkpoint!r}")
         verify_skippables(module)
         self._deferred = bool(deferred_batch_norm)
-        self.partitions, self.devices = _partitioned(convert(module) if self._deferred else module)
-        _refuse_shared(self.partitions, self.devices)
+        self.partitions, self.devices = partitioned(convert(module) if self._deferred else module)
+        refuse_shared(self.partitions, self.devices)
         self._layout = {key: way for key, way in skip_layout(self.partitions).items() if way[0] != way[1]}
         self._in_place = [InPlace(f"partition {j}") for j in range(len(self.partitions))]
 
@@ -155,7 +105,7 @@ class Pipe(nn.Module):
         """
         require_tensor(inputs, "the input of Pipe")
         if not self.devices:
-            return _referred(inputs[0] if len(inputs) == 1 else inputs)
+            return referred(inputs[0] if len(inputs) == 1 else inputs)
         for tensor in tensors_in(inputs):
             if tensor.device != self.devices[0]:
                 raise ValueError(
@@ -167,7 +117,7 @@ class Pipe(nn.Module):
             self._refuse_ddp()
         with whole_batch(self) if self._deferred and self.training else nullcontext():
             outputs = self._run(split(inputs, self.chunks), recomputes)
-        return _referred(merge(outputs))
+        return referred(merge(outputs))
 
     def _run(self, micro_batches: list[Any], recomputes: bool) -> list[Any]:
         """All micro-batches through all partitions; changes the list.
@@ -181,8 +131,9 @@ class Pipe(nn.Module):
         threads. Recomputation is part of that: it comes when a micro-batch's first node asks for what was dropped.
         """
         skips: list[Skips] = [{} for _ in micro_batches]  # under way between partitions
-        for i, j in _clock_cycles(len(micro_batches), len(self.devices)):
-            again = recomputes and is_checkpointed(self.checkpoint, i, len(micro_batches))
+        for i, j in clock_cycles(len(micro_batches), len(self.devices)):
+            mode = self.checkpoint if recomputes else "never"
+            again = is_checkpointed(mode, i, len(micro_batches))
             micro_batches[i] = self._compute(j, to_device(micro_batches[i], self.devices[j]), skips[i], again)
             require_tensor(micro_batches[i], f"what partition {j} of {len(self.devices)} returns")
         return micro_batches
@@ -196,10 +147,18 @@ class Pipe(nn.Module):
                 return call(self.partitions[j], values), tracker.stashed
 
         if again:
-            partition, device, in_place = self.partitions[j], self.devices[j], self._in_place[j]
             values, stashed = checkpointed(
-                compute, values, incoming, layers=partition, device=device, in_place=in_place
+                compute,
+                values,
+                incoming,
+                layers=self.partitions[j],
+                device=self.devices[j],
+                in_place=self._in_place[j],
             )
+        elif j == 0:
+            # Here not for a second run, but because micro-batches enter as views of one batch: who writes to one of
+            # them has, for autograd, written to all.
+            values, stashed = self._in_place[j].run(compute, values, incoming)
         else:
             values, stashed = compute(values, incoming)
         # At once, and straight to where they are popped: what is queued here later need not be waited for.
@@ -260,7 +219,7 @@ class Pipe(nn.Module):
         return result
 
 
-def _clock_cycles(n_micro_batches: int, n_partitions: int) -> Iterator[tuple[int, int]]:
+def clock_cycles(n_micro_batches: int, n_partitions: int) -> Iterator[tuple[int, int]]:
     """(micro-batch, partition) in the order of the cycles; in each, micro-batch + partition is the cycle's number.
 
     With 3 micro-batches and 2 partitions: (0, 0); (0, 1), (1, 0); (1, 1), (2, 0); (2, 1).
@@ -269,50 +228,6 @@ def _clock_cycles(n_micro_batches: int, n_partitions: int) -> Iterator[tuple[int
         for j in reversed(range(n_partitions)):
             if 0 <= cycle - j < n_micro_batches:
                 yield cycle - j, j
-
-
-def _partitioned(module: nn.Sequential) -> tuple[nn.ModuleList, list[torch.device]]:
-    partitions: list[list[nn.Module]] = []
-    devices: list[torch.device] = []
-    for name, child in module.named_children():
-        if isinstance(child, WithDevice):
-            device = torch.empty(0, device=child.device).device  # "cuda" becomes "cuda:0"
-            layer = child.module.to(device)
-        else:
-            device, layer = _device_of(name, child), child
-        if not devices or devices[-1] != device or device.type == "cpu":
-            partitions.append([])
-            devices.append(device)
-        partitions[-1] += _taken_apart(layer)
-    return nn.ModuleList(PipeSequential(*layers) for layers in partitions), devices
-
-
-def _taken_apart(layer: nn.Module) -> list[nn.Module]:
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    if not isinstance(layer, nn.Sequential) or type(layer).forward is not nn.Sequential.forward:
-        return [layer]
-    return [layer] if any(getattr(layer, name) for name in hooks) else list(layer)
-
-
-def _device_of(name: str, layer: nn.Module) -> torch.device:
-    devices = {param.device for param in layer.parameters()} or {buffer.device for buffer in layer.buffers()}
-    if len(devices) > 1:
-        raise ValueError(
-            f"layer {name}, {type(layer).__name__}, should have all parameters on a single device, got "
-            f"{', '.join(sorted(map(str, devices)))}; please use .to() to place the module on a single device"
-        )
-    return devices.pop() if devices else torch.device("cpu")
-
-
-def _refuse_shared(partitions: nn.ModuleList, devices: list[torch.device]) -> None:
-    where: dict[Tensor, torch.device] = {}
-    for partition, device in zip(partitions, devices, strict=True):
-        for param in partition.parameters():
-            if where.setdefault(param, device) != device:
-                raise ValueError(
-                    "module with duplicate parameters on distinct devices is not supported, got one of shape "
-                    f"{tuple(param.shape)} on {where[param]} and {device}; keep layers that share one on one device"
-                )
 
 
 def _positive(chunks: Any) -> int:
@@ -330,12 +245,3 @@ def _moving_denied() -> TypeError:
         "denied to move parameters and buffers, because Pipe should manage device placement; move the layers before "
         "they are wrapped in Pipe"
     )
-
-
-def _referred(output: Any) -> Any:
-    rpc = sys.modules.get("torch.distributed.rpc")
-    try:
-        rpc.get_worker_info()  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError):  # there is no RPC, or it is not initialized
-        return LocalRef(output)
-    return rpc.RRef(output)  # type: ignore[union-attr]

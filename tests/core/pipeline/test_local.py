@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_distkit.core.pipeline import LocalRef, NoChunk, Pipe, PipeSequential, WithDevice
 from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES, is_recomputing
-from lightning_distkit.core.pipeline.local import _clock_cycles, _refuse_shared
+from lightning_distkit.core.pipeline.local import clock_cycles
+from lightning_distkit.core.pipeline.placement import refuse_shared
 from lightning_distkit.core.pipeline.skip import Namespace, pop, skippable, stash
 from tests.core.pipeline.test_microbatch import expected_of, nests, same
 from tests.ranks import run_ranks
@@ -101,7 +102,7 @@ def test_parameters_shared_on_one_device_are_fine_and_on_two_a_value_error() -> 
     x = torch.randn(4, 2)
     torch.testing.assert_close(step(pipe, local(pipe), x), step(pipe, nn.Sequential(first, second), x))
     with pytest.raises(ValueError, match="duplicate parameters on distinct devices"):
-        _refuse_shared(nn.ModuleList([first, second]), [CPU, META])
+        refuse_shared(nn.ModuleList([first, second]), [CPU, META])
 
 
 def local(pipe: nn.Module) -> Callable[..., Any]:
@@ -402,6 +403,26 @@ def test_micro_batches_of_any_number_of_rows_equal_one_process(checkpoint: str) 
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
+def test_the_first_layer_may_write_to_its_input_and_the_batch_stays_as_it_is(checkpoint: str) -> None:
+    class Double(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.mul_(2))
+
+    pipe = Pipe(nn.Sequential(Double(), nn.ReLU(inplace=True), nn.Linear(4, 2)), 4, checkpoint)
+    x = torch.randn(8, 4)
+    before = x.clone()
+    for _ in range(2):
+        got = torch.autograd.grad(pipe(x).local_value().square().mean(), list(pipe.parameters()))
+        wanted = torch.autograd.grad(pipe[2](pipe[0](x.clone()).relu()).square().mean(), list(pipe.parameters()))
+        torch.testing.assert_close(got, wanted)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("checkpoint", CHECKPOINT_MODES)
 def test_train_and_eval_in_any_order_and_accumulation_end_in_the_weights_of_one_process(checkpoint: str) -> None:
     module = nn.Sequential(nn.BatchNorm1d(4), *mlp())
     pipe = Pipe(deepcopy(module), chunks=4, checkpoint=checkpoint, deferred_batch_norm=True)
@@ -602,8 +623,8 @@ def test_checkpoint_says_which_micro_batches_run_again(mode: str, chunks: int, a
 
 
 def test_cycles_let_each_partition_work_on_another_micro_batch() -> None:
-    assert list(_clock_cycles(3, 2)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
-    assert list(_clock_cycles(1, 3)) == [(0, 0), (0, 1), (0, 2)]
+    assert list(clock_cycles(3, 2)) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert list(clock_cycles(1, 3)) == [(0, 0), (0, 1), (0, 2)]
 
 
 @pytest.mark.parametrize("mode", CHECKPOINT_MODES)
@@ -612,7 +633,7 @@ def test_backward_drains_the_micro_batches_in_reverse(mode: str) -> None:
     pipe = Pipe(nn.Sequential(*(Mark(j, marks) for j in range(3))), 4, mode)
     done = runs(pipe, marks)
     forward = [mark[1:] for mark in done if mark[0] == "run"]
-    assert forward == list(_clock_cycles(4, 3))
+    assert forward == list(clock_cycles(4, 3))
     assert [mark[1:] for mark in done if mark[0] == "back"] == forward[::-1]
     for index, mark in enumerate(done):
         if mark[0] == "again":  # not earlier than it is needed: nothing is held longer than while it is worked on
@@ -633,8 +654,8 @@ def test_what_layers_compute_is_not_kept() -> None:
         x = torch.randn(32, 64)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             y = pipe(x)
-        for given in (x, *pipe.parameters()):
-            saved.pop(given.untyped_storage().data_ptr(), None)
+        for known in (x, *pipe.parameters()):
+            saved.pop(known.untyped_storage().data_ptr(), None)
         assert y.local_value().requires_grad
         return sum(saved.values())
 
