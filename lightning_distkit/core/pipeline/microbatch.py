@@ -111,7 +111,8 @@ def merge(outputs: Sequence[Any]) -> Any:
 
 def to_device(values: Any, device: torch.device) -> Any:
     """The same nest with its tensors on ``device``; those that are there already are not copied."""
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), values)
+    # To the CPU it must block: torch would return at once a tensor that the device has yet to write to.
+    return pytree.tree_map_only(Tensor, lambda each: each.to(device, non_blocking=device.type != "cpu"), values)
 
 
 def _is_plain(values: Any) -> bool:

@@ -193,6 +193,14 @@ def test_boundaries_without_a_tensor_are_named() -> None:
         require_tensor([1, "a"], "what stage 1 hands on")
 
 
+def test_only_a_copy_to_the_cpu_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(Tensor, "to", lambda tensor, device, non_blocking: asked.append((device.type, non_blocking)))
+    for kind in ("cpu", "cuda", "meta"):
+        to_device((torch.zeros(2), "a"), torch.device(kind))
+    assert asked == [("cpu", False), ("cuda", True), ("meta", True)]
+
+
 def test_tensors_anywhere_in_a_nest_change_device_and_others_stay() -> None:
     x = torch.zeros(2)
     got = to_device((x, {"a": [x, 3]}), torch.device("meta"))
