@@ -115,19 +115,7 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # there is only one
 
 
-@contextmanager
-def without_graph() -> Iterator[None]:
-    """For a first run that keeps nothing: no gradients, and no weights cast by autocast.
-
-    Autocast would keep those without their graph, and hand them to whoever uses the weights next.
-    """
-    cached = torch.is_autocast_cache_enabled()
-    with torch.no_grad():
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(cached)
+without_graph = torch.no_grad
 
 
 class InPlace:
