@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
@@ -253,9 +254,9 @@ def test_a_module_without_layers_gives_back_its_input() -> None:
 
 def test_it_can_be_copied_and_its_state_loaded_elsewhere() -> None:
     pipe = Pipe(mlp(), chunks=2)
-    copied = deepcopy(pipe)
     x = torch.randn(4, 4)
-    assert torch.equal(copied(x).local_value(), pipe(x).local_value())
+    for copied in (deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert torch.equal(copied(x).local_value(), pipe(x).local_value())
     other = Pipe(mlp(), chunks=3)
     for param in other.parameters():
         nn.init.zeros_(param)
