@@ -73,10 +73,10 @@ def test_equally_good_cuts_are_decided_by_evenness_then_by_layers_then_for_the_f
 
 
 def test_a_thousand_layers_are_cut_in_no_time() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     counts = cut([1 + n % 7 for n in range(1000)], 64)
     assert sum(counts) == 1000
-    assert time.perf_counter() - begin < 10
+    assert time.process_time() - begin < 10  # of this process alone: the machine may be busy
 
 
 def linears(*widths: int) -> nn.Sequential:
@@ -120,11 +120,12 @@ class Slow(nn.Module):
 
 
 def test_by_time_counts_forward_and_backward_and_no_backward_where_there_is_none() -> None:
-    frozen = nn.Sequential(Slow(0.01, 0.1, trained=False), Slow(0.01, 0.03), Slow(0.01, 0.03, trained=False))
-    seconds = layer_seconds(frozen, torch.ones(2), n_times=1)
-    for measured, wanted in zip(seconds, (0.01, 0.04, 0.04), strict=True):
-        assert wanted <= measured < wanted + 0.02
-    module = nn.Sequential(*(Slow(each, each) for each in (0.015, 0.0, 0.0, 0.0)))
+    never = 2.0  # seconds that nobody must sleep
+    frozen = nn.Sequential(Slow(0.01, never, trained=False), Slow(0.01, 0.03), Slow(0.01, 0.03, trained=False))
+    first, *others = layer_seconds(frozen, torch.ones(2), n_times=1)
+    assert 0.01 <= first < never
+    assert all(0.04 <= each < never for each in others)
+    module = nn.Sequential(*(Slow(each, each) for each in (0.05, 0.0, 0.0, 0.0)))
     assert balance_by_time(module, 2, torch.ones(2), n_times=1) == [1, 3]
     assert resolve_balance("auto", module, 2, torch.ones(2)) == [1, 3]
     assert resolve_balance("auto", module, 2) == [2, 2]  # by size, as there is no sample
