@@ -65,7 +65,7 @@ class Averaging:
     """Of the gradients of this rank's parameters, over the ranks that have the same stages.
 
     Args:
-        parameters: gives those that are trained, in one order on every rank of the group.
+        parameters: gives this rank's, in one order on every rank of the group.
         group: these ranks; one alone has nothing to average.
         control: where they tell each other how it went: a gloo group.
     """
@@ -77,6 +77,18 @@ class Averaging:
         self._hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._is_on = True
         self._queued_in = -1
+        self._others: list[nn.Parameter] = []
+        self._handles: list[Any] = []
+
+    def also(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average these as well, also after a backward that reaches no others. They replace those of the last call."""
+        for handle in self._handles:
+            handle.remove()
+        self._others = list(parameters)
+        self._handles = [each.register_post_accumulate_grad_hook(lambda _: self.queue()) for each in self._others]
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [each for each in (*self._parameters(), *self._others) if each.requires_grad]
 
     def use_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """From now on ``hook(state, bucket)``, as for DDP's ``register_comm_hook``, makes the means."""
@@ -103,7 +115,7 @@ class Averaging:
         Raises:
             StageError: another replica has failed.
         """
-        parameters = [each for each in self._parameters() if each.requires_grad]
+        parameters = self._trained()
         used = self._everyones_use([each.grad is not None for each in parameters], None)
         chosen = [each for each, is_used in zip(parameters, used, strict=True) if is_used]
         buckets = list(_buckets(chosen))
@@ -122,10 +134,10 @@ class Averaging:
             bucket.write_back()
 
     def failed(self, failure: Failure) -> None:
-        """Meet the other replicas where they average, and have them raise this failure; they come there in this step."""
+        """Meet the other replicas where they average, as they will in this step, and have them raise this failure."""
         if self.group.world_size > 1 and self._is_on:
             try:
-                self._everyones_use([False for each in self._parameters() if each.requires_grad], failure)
+                self._everyones_use([False] * len(self._trained()), failure)
             except RuntimeError:  # they have a failure of their own, or are gone: this rank raises its own
                 return
 

@@ -1,13 +1,13 @@
 """A pipe over processes, one stage or several on each: any loss, on every rank, as if the model were whole.
 
-`DistributedPipe` is called as the `nn.Sequential` would be, by every rank with the same inputs, and gives every rank the
-whole output. Behind its output there is one autograd node, whose backward drains the pipe.
+`DistributedPipe` is called as the `nn.Sequential` would be, by every rank with the same inputs, and gives every rank
+the whole output. Behind its output there is one autograd node, whose backward drains the pipe.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,38 +15,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.ledger import Ledger
-from lightning_distkit.core.pipeline import batchnorm, parking, rng
-from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES
+from lightning_distkit.core.pipeline import assembly, batchnorm, materialise, parking, rng, whole_state
 from lightning_distkit.core.pipeline.data_parallel import Averaging
+from lightning_distkit.core.pipeline.drain import Drain, Due, input_gradients
 from lightning_distkit.core.pipeline.engine import Call, Engine, Event, Stage
 from lightning_distkit.core.pipeline.failure import StageError
 from lightning_distkit.core.pipeline.frames import Parcel
-from lightning_distkit.core.pipeline.materialise import check as check_meta
-from lightning_distkit.core.pipeline.materialise import materialise
 from lightning_distkit.core.pipeline.microbatch import merge, row_counts, split_call
 from lightning_distkit.core.pipeline.partition import resolve_balance
-from lightning_distkit.core.pipeline.plan import Direction, Kind, Layout
-from lightning_distkit.core.pipeline.schedules import SCHEDULES
+from lightning_distkit.core.pipeline.plan import Kind, Layout
 from lightning_distkit.core.pipeline.sequential import PipeSequential
-from lightning_distkit.core.pipeline.skip import SkipKey, skip_layout, verify_skippables
+from lightning_distkit.core.pipeline.skip import skip_layout, verify_skippables
 from lightning_distkit.core.pipeline.tied import TiedParameters
-from lightning_distkit.core.pipeline.transport import Ends, Transport
+from lightning_distkit.core.pipeline.transport import Transport
 
-OUTPUTS = ("all", "last")
+HALF_AN_HOUR = 1800.0  # seconds, what process groups have by default
+MicroBatch = tuple[tuple[Any, ...], dict[str, Any]]  # arguments and keyword arguments
 
 
 class DistributedPipe(nn.Module):
     """Layers in stages, each on a process of its own, through which a batch goes in micro-batches.
 
     It holds this rank's layers alone, under the names that they have in ``module``; so its parameters, its
-    ``state_dict()``, and what ``train()`` and ``to()`` do are this rank's. Let go of ``module``, and the other layers are
-    freed.
+    ``state_dict()``, and what ``train()`` and ``to()`` do are this rank's. Let go of ``module``, and the other layers
+    are freed.
 
     Layers before and behind the pipe are the same on all ranks, and get the same gradients there.
 
@@ -58,14 +55,14 @@ class DistributedPipe(nn.Module):
         deferred_batch_norm: BatchNorm's running statistics follow the whole batch, not each micro-batch.
         balance: layers of each stage in order; or "auto", "size", "time".
         sample: inputs of a micro-batch, a tuple for several; for "auto" and "time".
-        schedule: the order of work, a name in `SCHEDULES`. `__call__` runs all forwards first with any of them; the lower
-            memory of "1f1b" and "interleaved_1f1b" needs `loss`.
+        schedule: the order of work, a name in `SCHEDULES`. A call does all forwards first with any of them; for the
+            smaller memory of "1f1b" and "interleaved_1f1b" use `loss`.
         n_stages_per_rank: more than one with "interleaved_1f1b" or "gpipe"; stage s lives on rank s % n_ranks.
-        outputs: "all": every rank gets the output. "last": only the rank of the last stage; the others get a number, zero,
-            whose backward they must call as the last one calls its loss's.
+        outputs: "all": every rank gets the output. "last": only the rank of the last stage; the others get a number,
+            zero, whose backward they must call as the last one calls its loss's.
         group: the processes; by default all. ``rank`` counts in it.
         mesh: instead, a mesh of two dimensions: data, then pipeline. Gradients are averaged over the first.
-        device: where the layers are to be; by default where they are, the current device for those on meta.
+        device: where the layers are to be; by default where they are, the default device for those on meta.
         timeout: seconds, or a timedelta, that a rank waits for another; by default half an hour.
 
     Raises:
@@ -91,93 +88,96 @@ class DistributedPipe(nn.Module):
         timeout: float | timedelta | None = None,
     ) -> None:
         super().__init__()
-        pipeline, data = _groups(group, mesh)
-        n_ranks, self.rank = pipeline.world_size, pipeline.rank
-        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else 1800.0 if timeout is None else timeout
-        n_stages = n_ranks * n_stages_per_rank if isinstance(n_stages_per_rank, int) else 0
+        pipeline, data = assembly.groups_of(group, mesh)
+        seconds = HALF_AN_HOUR if timeout is None else timeout
+        seconds = seconds.total_seconds() if isinstance(seconds, timedelta) else seconds
+        where = torch.device(device) if device is not None else assembly.device_of(module)
 
-        def checked() -> list[int]:
-            _check(module, chunks, checkpoint, schedule, n_stages_per_rank, outputs, seconds)
-            check_meta(module)
+        def find_balance() -> list[int]:
+            assembly.check(module, chunks, checkpoint, schedule, n_stages_per_rank, outputs, seconds)
+            _check_names(self, module)
+            materialise.check(module)
             verify_skippables(module)
-            return resolve_balance(balance, module, n_stages, sample)
-
-        where = torch.device(device) if device is not None else _device_of(module)
-        given = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule, "outputs": outputs}
-        given |= {"n_stages_per_rank": n_stages_per_rank, "deferred_batch_norm": deferred_batch_norm}
-        self.balance = _agreed(checked, given, pipeline, data, where)
+            return resolve_balance(balance, module, pipeline.world_size * n_stages_per_rank, sample)
 
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.deferred_batch_norm = deferred_batch_norm
         self.schedule = schedule
         self.outputs = outputs
-        self.n_ranks = n_ranks
-        self.n_stages = n_stages
         self.device = where
         self.ledger = Ledger()
+        self.balance: list[int] = []
+        self.rank, self.n_ranks, self.n_stages = pipeline.rank, pipeline.world_size, 0
         self.data_rank, self.data_size = data.rank, data.world_size
-        self._number = 0  # of calls, the same on every rank
-        self._anchor = torch.empty(0, requires_grad=True)  # not a parameter: nobody trains it
-
-        names = list(module._modules)
-        ends = [sum(self.balance[: n + 1]) for n in range(n_stages)]
-        names_of = [names[end - count : end] for end, count in zip(ends, self.balance, strict=True)]
-        own = [index for index in range(n_stages) if index % n_ranks == self.rank]
-        self.whole_keys = list(module.state_dict())  # of the whole module, in its order
+        self.whole_keys: list[str] = []  # of the whole module's state dict
+        self.parameter_names: list[str] = []  # of the whole module
+        given = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule, "outputs": outputs}
+        given |= {"n_stages_per_rank": n_stages_per_rank, "deferred_batch_norm": deferred_batch_norm}
+        self.balance = assembly.agreed(find_balance, given, pipeline, data, where)
+        self.n_stages = len(self.balance)
+        self.whole_keys = list(module.state_dict())
         self.parameter_names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        self._number = 0  # of calls so far, the same on every rank
+        self._anchor = torch.empty(0, requires_grad=True)  # no parameter: nobody trains it
 
-        skips = skip_layout([PipeSequential(OrderedDict((n, module._modules[n]) for n in its)) for its in names_of])
-        tied = _tied(module, names_of, n_ranks)
-        if deferred_batch_norm:
-            batchnorm.convert(module)
-        mine = [name for index in own for name in names_of[index]]
-        materialise(module, mine, where)
-        for name in mine:
-            layer = module._modules[name]
-            self.add_module(name, layer.to(where) if layer is not None and device is not None else layer)
-        self._names_of = {index: names_of[index] for index in own}
-        self._stages = [
-            Stage(
-                index,
-                PipeSequential(OrderedDict((name, self._modules[name]) for name in names_of[index])),
-                where,
-                _keys(skips, index, pops=True),
-                _keys(skips, index, pops=False),
-            )
-            for index in own
-        ]
-        by_name = dict(self.named_parameters(remove_duplicate=False))
+        names_of = _cut(list(module._modules), self.balance)
+        self._names_of = {stage: names_of[stage] for stage in range(self.rank, self.n_stages, self.n_ranks)}
+        skips = skip_layout([PipeSequential(_named(module, names)) for names in names_of])
+        tied = assembly.tied_parameters(module, names_of, self.n_ranks)
+        self._take_layers(module, move=device is not None)
         layout = Layout(
-            n_ranks,
-            n_stages,
+            self.n_ranks,
+            self.n_stages,
             tuple(dict.fromkeys((a, b) for a, b in skips.values() if a != b)),
             tuple(sorted({(a, b) for _, ranks in tied for a in ranks for b in ranks if a != b})),
         )
-        transport = _transport(pipeline, where, seconds, layout, self.ledger) if n_ranks > 1 else None
-        self._engine = Engine(
-            layout, schedule, self.rank, self._stages, transport, self.ledger, dist.get_rank() if n_ranks > 1 else 0
-        )
-        here = [(names, ranks) for names, ranks in tied if self.rank in ranks]
-        shared = TiedParameters(self.rank, [(by_name[next(n for n in its if n in by_name)], ranks) for its, ranks in here])
-        self._engine.tied = shared
-        if layout.tied:
-            partners = sorted({rank for _, ranks in here for rank in ranks if rank != self.rank})
-            give = {rank: shared.values(rank) for rank in partners}
-            shared.take(self._engine.exchange(self._next(), give, partners))
-        self._replicated: list[nn.Parameter] = []
-        control = data if data.world_size == 1 or _is_gloo(data) else Group(_gloo_twin(data, seconds))
-        self._averaging = Averaging(lambda: [*self.parameters(), *self._replicated], data, control)
-        with torch.no_grad():
-            for tensor in (*self.parameters(), *self.buffers()):
-                data.broadcast_(tensor.detach()).wait()
+        stages = [
+            Stage(
+                stage,
+                PipeSequential(_named(self, names)),
+                where,
+                assembly.skip_keys(skips, stage, pops=True),
+                assembly.skip_keys(skips, stage, pops=False),
+            )
+            for stage, names in self._names_of.items()
+        ]
+        transport, global_rank = None, 0
+        if self.n_ranks > 1:
+            transport = Transport(assembly.ends_of(pipeline, where, seconds, self.n_stages), self.ledger)
+            global_rank = dist.get_rank()
+        own = dict(self.named_parameters(remove_duplicate=False))
+        shared = [(next(name for name in names if name in own), ranks) for names, ranks in tied if self.rank in ranks]
+        self._tied = TiedParameters(self.rank, [(own[name], ranks) for name, ranks in shared])
+        self._engine = Engine(layout, schedule, self.rank, stages, transport, self._tied, self.ledger, global_rank)
+        self._exchanges = whole_state.Exchanges(self._engine, self._next)
+        # A group of its own, whose ledger nobody reads: what the replicas tell each other is no gradient.
+        control = Group(data.process_group if assembly.is_gloo(data) else assembly.gloo_twin(data, seconds))
+        self._averaging = Averaging(self.parameters, data, control)
+        self._make_copies_equal(data)
+
+    def _take_layers(self, module: nn.Sequential, move: bool) -> None:
+        """Keep this rank's layers of the whole module."""
+        if self.deferred_batch_norm:
+            batchnorm.convert(module)
+        mine = [name for names in self._names_of.values() for name in names]
+        materialise.materialise(module, mine, self.device)
+        for name in mine:
+            layer = module.get_submodule(name)
+            self.add_module(name, layer.to(self.device) if move else layer)
+
+    def _make_copies_equal(self, data: Group) -> None:
+        """Those of tied parameters, then those of the data replicas."""
+        if self._engine.layout.tied:
+            give = {rank: self._tied.values(rank) for rank in self._tied.partners}
+            self._tied.take(self._engine.exchange(self._next(), give, self._tied.partners))
+        for tensor in (*self.parameters(), *self.buffers()):
+            whole = tensor.detach().contiguous()
+            data.broadcast_(whole).wait()
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(whole)
 
     # What it is
-
-    @property
-    def n_layers(self) -> int:
-        """Of the whole module."""
-        return sum(self.balance)
 
     @property
     def stages(self) -> list[int]:
@@ -187,7 +187,7 @@ class DistributedPipe(nn.Module):
     @property
     def is_first(self) -> bool:
         """Whether the first stage is here."""
-        return self.rank == 0
+        return self.rank == self._engine.layout.first_rank
 
     @property
     def is_last(self) -> bool:
@@ -198,6 +198,11 @@ class DistributedPipe(nn.Module):
     def data_group(self) -> dist.ProcessGroup | None:
         """The ranks that have the same stages; None if there is but this one."""
         return self._averaging.group.process_group
+
+    @property
+    def data_ledger(self) -> Ledger:
+        """What was sent to average gradients over data replicas; a hook counts in its own."""
+        return self._averaging.group.ledger
 
     def extra_repr(self) -> str:
         return (
@@ -210,9 +215,9 @@ class DistributedPipe(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What the whole module returns for the whole batch; the same on every rank.
 
-        Collective: every rank calls it, with the same inputs. Tensors among the arguments are split along their first
-        dimension, except in a `NoChunk`; all else is given to every micro-batch. The outputs' tensors are joined along
-        it, and values that are no tensors collected in lists. Its backward is collective as well.
+        Collective: every rank calls it, with the same inputs, and runs its backward, if one does. Tensors among the
+        arguments are split along their first dimension, except in a `NoChunk`; all else is given to every micro-batch.
+        The outputs' tensors are joined along it, and values that are no tensors collected in lists.
 
         Raises:
             TypeError: no tensor among the inputs, in the output, or between two stages.
@@ -224,18 +229,18 @@ class DistributedPipe(nn.Module):
         with self._refusing(number):
             micro_batches = split_call(inputs, kwargs, self.chunks)
         call = self._call(number, micro_batches, hands_out=self.outputs == "all")
-        wanted = call.inputs_that_want_grad()
+        wanted = [tensor for its in call.inputs_that_want_grad() for tensor in its]
         self._run(call, "F")
-        parcels = [call.outputs.pop(i) for i in sorted(call.outputs)]
         if self.outputs == "last" and not self.is_last:
-            drain = _Drain(self, call, wanted, [])
             zero = torch.zeros((), device=self.device)
-            return drain.attach([zero], [parcels[-1]])[0] if call.keeps else zero
+            (wants,) = call.outputs.values()
+            return Drain(call, self._drain, []).attach([zero], [wants], self._anchor, wanted)[0] if wants else zero
+        parcels = _in_order(call)
         tensors = [tensor for parcel in parcels for tensor in parcel.tensors]
         wants = [wants for parcel in parcels for wants in parcel.wants_grad]
-        if call.keeps and any(wants):
-            drain = _Drain(self, call, wanted, [sum(parcel.wants_grad) for parcel in parcels])
-            tensors = drain.attach(tensors, wants)
+        if any(wants):
+            drain = Drain(call, self._drain, [sum(parcel.wants_grad) for parcel in parcels] if self.is_last else [])
+            tensors = drain.attach(tensors, wants, self._anchor, wanted)
         else:
             call.kept.clear()
         return merge(_rebuilt(parcels, tensors))
@@ -253,7 +258,8 @@ class DistributedPipe(nn.Module):
         """The loss of a whole batch, with its forwards and backwards done by the schedule; the same on every rank.
 
         Collective, as a call is. Gradients are made within, and added to ``.grad`` when the loss's backward runs, times
-        what comes to it: so accumulating, scaling and skipping losses is as ever. Without grad mode there is no backward.
+        what comes to it: so accumulating, scaling and skipping losses is as ever. Without grad mode there is no
+        backward.
 
         Args:
             inputs, kwargs: as for a call.
@@ -278,40 +284,69 @@ class DistributedPipe(nn.Module):
             its = targets if isinstance(targets, tuple) else (targets,)
             split = split_call((inputs, its), kwargs, self.chunks)
             targets_of = [args[1] for args, _ in split]
-            micro_batches = [(args[0], each) for args, each in split]
             if weight is None:
-                n_rows = next(
-                    leaf.shape[0]
-                    for leaf in pytree.tree_leaves((inputs, its, kwargs))
-                    if isinstance(leaf, Tensor) and leaf.dim() > 0
-                )
-                counts = [float(n) for n in row_counts(n_rows, self.chunks)]
+                weights = [float(n) for n in row_counts(_n_rows((inputs, its, kwargs)), self.chunks)]
             else:
-                counts = [float(weight(*each)) for each in targets_of]
-            total = sum(counts)
-            if not total > 0 and counts != [0.0]:
-                raise ValueError(
-                    f"the weights of the micro-batches must be positive together, got {counts}; is there anything in "
-                    "this batch that counts?"
-                )
-        shares = [count / total if total else 1.0 for count in counts]
-        call = self._call(
+                weights = [float(weight(*each)) for each in targets_of]
+            shares = _shares(weights)
+        return self._loss(
             number,
-            micro_batches,
-            hands_out=return_output,
-            loss=lambda i, output: loss(output, *targets_of[i]),
-            weights=[share * scale for share in shares],
+            [(args[0], rest) for args, rest in split],
+            lambda i, output: loss(output, *targets_of[i]),
+            shares,
+            scale,
+            return_output,
         )
-        wanted = call.inputs_that_want_grad()
+
+    def micro_batch_loss(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        *,
+        loss: Callable[[int, Any], Tensor],
+        weights: Sequence[float],
+        scale: float = 1.0,
+        return_output: bool = False,
+    ) -> Any:
+        """`loss` for a batch that is in micro-batches already.
+
+        Args:
+            micro_batches: for each the arguments and the keyword arguments; as many on every rank.
+            loss: ``loss(i, output)`` of micro-batch ``i``, called on the last stage.
+            weights: of each in the mean.
+        """
+        number = self._next()
+        with self._refusing(number):
+            if not micro_batches or len(weights) != len(micro_batches):
+                raise ValueError(
+                    f"there must be a micro-batch, and a weight for each, got {len(micro_batches)} micro-batches and "
+                    f"{len(weights)} weights"
+                )
+            shares = _shares([float(each) for each in weights])
+        return self._loss(number, micro_batches, loss, shares, scale, return_output)
+
+    def _loss(
+        self,
+        number: int,
+        micro_batches: Sequence[MicroBatch],
+        loss: Callable[[int, Any], Tensor],
+        shares: Sequence[float],
+        scale: float,
+        return_output: bool,
+    ) -> Any:
+        weights = [share * scale for share in shares]
+        call = self._call(number, micro_batches, hands_out=return_output, loss=loss, weights=weights)
+        wanted = [tensor for its in call.inputs_that_want_grad() for tensor in its]
         with parking.set_aside(self.parameters()) as parked:
             self._run(call, "FB" if call.keeps else "F")
         each_loss = zip(shares, call.losses, strict=True)
-        value = torch.stack([share * each for share, each in each_loss if share != 0]).sum().to(self.device)
+        value = torch.stack([share * each.to(self.device) for share, each in each_loss if share != 0]).sum()
         if call.keeps:
-            value = _Parked.apply(self, self._anchor, value, _Due(parked, call, scale), *(x for its in wanted for x in its))
+            value = Due(parked, input_gradients(call), scale, self._backward_is_done).attach(
+                value, self._anchor, wanted
+            )
         if not return_output:
             return value
-        parcels = [call.outputs.pop(i) for i in sorted(call.outputs)]
+        parcels = _in_order(call)
         return value, merge(_rebuilt(parcels, [tensor for parcel in parcels for tensor in parcel.tensors]))
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -332,16 +367,19 @@ class DistributedPipe(nn.Module):
             hook.checked_state(state).claim(self)
         self._averaging.use_hook(state, hook)
 
-    def also_average(self, parameters: Iterator[nn.Parameter] | Sequence[nn.Parameter]) -> None:
-        """Average these over data replicas as well: those of layers before and behind the pipe. A call replaces the last."""
-        self._replicated = list(parameters)
+    def also_average(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average these over data replicas as well: those of layers before and behind the pipe.
+
+        Also in a backward that does not go through the pipe. A call takes the place of the last one.
+        """
+        self._averaging.also(parameters)
 
     # Whole state dicts
 
     def whole_state_dict(self, all_ranks: bool = False) -> dict[str, Any] | None:
-        """The whole module's state dict, its keys in their order; on rank 0, None on the others, or on all. Collective."""
-        own = {key: _detached(value) for key, value in self.state_dict().items()}
-        return self._joined(self.gather(own, all_ranks))
+        """The whole module's state dict with its keys in their order; on rank 0, or on all, else None. Collective."""
+        parts = self.gather(whole_state.detached(self), all_ranks)
+        return whole_state.join(parts, self.whole_keys) if parts is not None else None
 
     def load_whole_state_dict(self, state_dict: Mapping[str, Any] | None, strict: bool = True) -> None:
         """Load the whole module's state dict, of which each rank takes its own part. Collective.
@@ -350,54 +388,14 @@ class DistributedPipe(nn.Module):
             state_dict: on every rank; or on rank 0 alone, None on the others, which are sent their parts.
 
         Raises:
-            RuntimeError: keys are missing or unexpected; on every rank.
+            ValueError: rank 0 has none.
+            RuntimeError: keys are missing or unexpected. Both on every rank.
         """
-        has = [state_dict is not None] if self.n_ranks == 1 else self._everyones(state_dict is not None)
-        if not has[0]:
-            raise ValueError("rank 0 must have a state dict to load, got None; give it there, or on every rank")
-        number = self._next()
-        keys = list(state_dict) if state_dict is not None else []
-        if not all(has):
-            keys_of = self._everyones((list(self.state_dict()), keys))
-            keys = keys_of[0][1]
-            if self.rank == 0:
-                assert state_dict is not None
-                give = {
-                    rank: {key: state_dict[key] for key in its if key in state_dict}
-                    for rank, (its, _) in enumerate(keys_of)
-                    if rank > 0 and not has[rank]
-                }
-                self._engine.exchange(number, give, [])
-            elif state_dict is None:
-                state_dict = self._engine.exchange(number, {}, [0])[0]
-        assert state_dict is not None
-        missing, unexpected = sorted(set(self.whole_keys) - set(keys)), sorted(set(keys) - set(self.whole_keys))
-        if strict and (missing or unexpected):
-            raise RuntimeError(
-                f"the state dict must have the keys of the whole module; missing: {', '.join(missing) or 'none'}; "
-                f"unexpected: {', '.join(unexpected) or 'none'}"
-            )
-        own = self.state_dict()
-        self.load_state_dict({key: state_dict[key] for key in own if key in state_dict}, strict=strict)
+        whole_state.load(self, self.whole_keys, state_dict, strict, self._exchanges)
 
     def gather(self, values: Any, all_ranks: bool = False) -> list[Any] | None:
         """Every rank's nest of tensors and plain values, in the order of ranks; on rank 0, or on all. Collective."""
-        others = [rank for rank in range(self.n_ranks) if rank != self.rank]
-        if all_ranks:
-            taken = self._engine.exchange(self._next(), dict.fromkeys(others, values), others)
-        else:
-            is_root = self.rank == 0
-            taken = self._engine.exchange(self._next(), {} if is_root else {0: values}, others if is_root else [])
-            if not is_root:
-                return None
-        return [values if rank == self.rank else taken[rank] for rank in range(self.n_ranks)]
-
-    def _joined(self, parts: list[dict[str, Any]] | None) -> dict[str, Any] | None:
-        if parts is None:
-            return None
-        whole = {key: value for part in reversed(parts) for key, value in part.items()}
-        order = {key: n for n, key in enumerate(self.whole_keys)}
-        return {key: whole[key] for key in sorted(whole, key=lambda key: order.get(key, len(order)))}
+        return self._exchanges.gather(values, all_ranks)
 
     # Measurements
 
@@ -418,48 +416,48 @@ class DistributedPipe(nn.Module):
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Since the beginning, of this rank: in calls and backwards ("total"), of these in stages ("computed") and
+        """Since the beginning, on this rank, of calls and backwards: in all ("total"), in stages ("computed"), and
         waiting for other ranks ("waited")."""
         engine = self._engine
         waited = engine.transport.waited if engine.transport is not None else 0.0
         return {"total": engine.total, "computed": engine.computed, "waited": waited}
 
-    # What the calls above are made of
+    # What calls are made of
 
     def _next(self) -> int:
         self._number += 1
-        if self._engine.transport is not None:
-            self._engine.transport.watch(self._number)
         return self._number
 
     @contextmanager
     def _refusing(self, number: int) -> Iterator[None]:
-        """An error within is one of the caller's. Other ranks raise it too, or else must not wait for this one."""
+        """An error within is the caller's. Other ranks raise it too, or else must not wait for this one."""
         try:
             yield
         except Exception as error:
             if self._engine.transport is not None:
-                self._engine.transport.refuse(number, f"{type(error).__name__}: {error}")
+                self._engine.transport.watch.refuse(number, f"{type(error).__name__}: {error}")
             raise
 
-    def _call(self, number: int, micro_batches: Any, **arguments: Any) -> Call:
+    def _call(self, number: int, micro_batches: Sequence[MicroBatch], **arguments: Any) -> Call:
         checkpoint = self.checkpoint if self.training else "never"
-        for stage in self._stages:  # somebody may have put another layer in place of one
+        for stage in self._engine.stages.values():  # somebody may have put another layer in place of one
             for name in self._names_of[stage.index]:
-                stage.layers._modules[name] = self._modules[name]
+                stage.layers._modules[name] = self.get_submodule(name)
         return Call(number, micro_batches, keeps=torch.is_grad_enabled(), checkpoint=checkpoint, **arguments)
 
     def _run(self, call: Call, does: str) -> None:
-        """Run forwards, backwards or both of a call, in this rank's own stream of random numbers."""
-        input_gradients = "B" in does and any(map(bool, call.inputs_that_want_grad()))
-        kind = Kind(does, len(call.micro_batches), call.hands_out, input_gradients)
+        """Run forwards, backwards or both of a call."""
+        gives = "B" in does and any(map(bool, call.inputs_that_want_grad()))
+        kind = Kind(does, len(call.micro_batches), call.hands_out, gives)
         try:
             with ExitStack() as stack:
+                # A loss function may use parameters that are averaged, but its backward is not the outermost.
+                stack.enter_context(self._averaging.off())
                 if "F" in does:
-                    drawn = rng.draw()
-                    stack.enter_context(rng.own_stream(drawn, (self.data_rank, self.rank), self.device))
+                    stream = (self.data_rank, self.rank)
+                    stack.enter_context(rng.own_stream(rng.draw(), stream, self.device))
                     if self.deferred_batch_norm:
-                        for stage in self._stages:
+                        for stage in self._engine.stages.values():
                             stack.enter_context(batchnorm.whole_batch(stage.layers))
                 self._engine.run(call, kind)
         except StageError as error:
@@ -467,241 +465,63 @@ class DistributedPipe(nn.Module):
                 self._averaging.failed(error.failure)
             raise
 
-    def _everyones(self, value: Any) -> list[Any]:
-        parts = self.gather([value], all_ranks=True)
-        assert parts is not None
-        return [part[0] for part in parts]
-
-
-class _Drain:
-    """The backward of one call."""
-
-    def __init__(self, pipe: DistributedPipe, call: Call, inputs: list[list[Tensor]], n_wanted: list[int]) -> None:
-        self._pipe = pipe
-        self._call = call
-        self._inputs = inputs
-        self._n_wanted = n_wanted
-        self.outputs: list[Tensor] = []
-        self.wants: list[bool] = []
-
-    def attach(self, outputs: list[Tensor], wants: list[bool]) -> list[Tensor]:
-        """The same outputs, with this as their backward."""
-        self.outputs, self.wants = outputs, wants
-        inputs = [tensor for its in self._inputs for tensor in its]
-        attached = _Drained.apply(self, self._pipe._anchor, *inputs)
-        self.outputs, self._inputs = [], [its[:0] for its in self._inputs]
-        return list(attached)
-
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """From the gradients of the outputs, on the last rank, to those of the inputs, on every rank."""
-        call, pipe = self._call, self._pipe
-        if call.is_drained:
-            raise RuntimeError(
-                "backward through a call of a pipe can be done once, as the stages have freed what they kept; call the "
-                "pipe again"
-            )
-        call.is_drained = True
-        pipe._averaging.queue()
-        wanted = [grad for grad, wants in zip(grads, self.wants, strict=True) if wants]
-        if pipe.is_last:
-            for i, n in enumerate(self._n_wanted):
-                call.output_grads[i], wanted = wanted[:n], wanted[n:]
-        tied = pipe._engine.tied.parameters if pipe._engine.tied is not None else []
-        with parking.set_aside(tied) as made:
-            pipe._run(call, "B")
+    def _drain(self, call: Call) -> None:
+        """The backward of a call."""
+        self._averaging.queue()
+        with parking.set_aside(self._tied.parameters) as made:
+            self._run(call, "B")
         parking.add(made)
-        pipe.ledger.step()
-        return _in_order(call)
+        self.ledger.step()
+
+    def _backward_is_done(self) -> None:
+        self._averaging.queue()
+        self.ledger.step()
 
 
-class _Drained(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, drain: _Drain, anchor: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.drain = drain
-        ctx.set_materialize_grads(False)
-        outputs = drain.outputs
-        ctx.mark_non_differentiable(*(out for out, wants in zip(outputs, drain.wants, strict=True) if not wants))
-        return tuple(outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return (None, None, *ctx.drain.backward(grads))
+def _check_names(pipe: nn.Module, module: nn.Sequential) -> None:
+    taken = [name for name in module._modules if hasattr(pipe, name) or name.startswith("_")]
+    if taken:
+        raise ValueError(
+            "a layer must not have the name of something that a pipe has, nor begin with an underscore, got "
+            f"{', '.join(taken)}; rename it"
+        )
 
 
-class _Due:
-    """Gradients that a call of `DistributedPipe.loss` has made."""
-
-    def __init__(self, parked: dict[nn.Parameter, Tensor], call: Call, scale: float) -> None:
-        self.parked = parked
-        self.inputs = _in_order(call)
-        self.scale = scale
-        self.is_paid = False
+def _cut(names: Sequence[str], counts: Sequence[int]) -> list[list[str]]:
+    ends = [sum(counts[: n + 1]) for n in range(len(counts))]
+    return [list(names[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
-class _Parked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, pipe: DistributedPipe, anchor: Tensor, value: Tensor, due: _Due, *inputs: Tensor
-    ) -> Tensor:
-        ctx.pipe, ctx.due = pipe, due
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        due: _Due = ctx.due
-        if due.is_paid:
-            raise RuntimeError("the backward of a pipe's loss can be done once; compute the loss again")
-        due.is_paid = True
-        factor = grad / due.scale
-        parked, due.parked = due.parked, {}
-        inputs, due.inputs = due.inputs, []
-        if factor.device.type != "cpu" or factor.item() != 1:  # not to ask another device what it has
-            for each in (*parked.values(), *(tensor for tensor in inputs if tensor is not None)):
-                each.mul_(factor)
-        parking.add(parked)
-        ctx.pipe._averaging.queue()
-        ctx.pipe.ledger.step()
-        return (None, None, None, None, *inputs)
+def _named(module: nn.Module, names: Iterable[str]) -> OrderedDict[str, nn.Module]:
+    return OrderedDict((name, module.get_submodule(name)) for name in names)
 
 
-def _in_order(call: Call) -> list[Tensor | None]:
-    """The inputs' gradients, as `Call.inputs_that_want_grad` has the inputs."""
-    return [grad for i in sorted(call.input_grads) for grad in call.input_grads[i]]
+def _n_rows(values: Any) -> int:
+    leaves = pytree.tree_leaves(values)
+    return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0)
+
+
+def _shares(weights: Sequence[float]) -> list[float]:
+    """Of each micro-batch in the mean."""
+    total = sum(weights)
+    if not total > 0:
+        raise ValueError(
+            f"the weights of the micro-batches must be positive together, got {list(weights)}; is there anything in "
+            "this batch that counts?"
+        )
+    return [weight / total for weight in weights]
+
+
+def _in_order(call: Call) -> list[Parcel]:
+    """The outputs of all micro-batches, which the call then holds no longer."""
+    return [call.outputs.pop(i) for i in sorted(call.outputs)]
 
 
 def _rebuilt(parcels: Sequence[Parcel], tensors: Sequence[Tensor]) -> list[Any]:
+    """The nests of the parcels, with other tensors."""
     nests, begin = [], 0
     for parcel in parcels:
         end = begin + len(parcel.tensors)
         nests.append(parcel.with_tensors(tensors[begin:end]))
         begin = end
     return nests
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-# What the constructor is made of
-
-
-def _groups(group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> tuple[Group, Group]:
-    """Those of the pipeline and of the data replicas."""
-    if mesh is None:
-        return Group.of(group), Group()
-    if group is not None:
-        raise ValueError("group and mesh both say which processes are meant; give one of them")
-    if mesh.ndim != 2:
-        raise ValueError(f"mesh must have two dimensions, data and pipeline, got {mesh.ndim}")
-    data, pipeline = mesh.get_group(0), mesh.get_group(1)
-    return Group.of(pipeline), Group(data) if dist.get_world_size(data) > 1 else Group()
-
-
-def _check(
-    module: object, chunks: object, checkpoint: object, schedule: object, n_stages_per_rank: object, outputs: object,
-    timeout: float,
-) -> None:
-    if not isinstance(module, nn.Sequential):
-        raise TypeError(f"the module of a pipe must be an nn.Sequential, got {type(module).__name__}")
-    for name, number in (("chunks", chunks), ("n_stages_per_rank", n_stages_per_rank)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"{name} must be a positive integer, got {number!r}")
-    for name, value, known in (
-        ("checkpoint", checkpoint, CHECKPOINT_MODES),
-        ("schedule", schedule, tuple(SCHEDULES)),
-        ("outputs", outputs, OUTPUTS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
-    assert isinstance(n_stages_per_rank, int)
-    SCHEDULES[str(schedule)](1, 1, n_stages_per_rank)
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive, got {timeout:g} seconds")
-    taken = [name for name in module._modules if hasattr(DistributedPipe, name) or name in _ATTRIBUTES]
-    if taken:
-        raise ValueError(f"a layer must not have the name of something that a pipe has, got {', '.join(taken)}; rename it")
-
-
-_ATTRIBUTES = ("balance", "chunks", "checkpoint", "schedule", "outputs", "device", "ledger", "rank")
-
-
-def _agreed(
-    checked: Callable[[], list[int]], given: dict[str, Any], pipeline: Group, data: Group, device: torch.device
-) -> list[int]:
-    """The balance that rank 0 has found; every rank raises if one of them refuses an argument, or has another one."""
-    where = torch.device("cpu") if _is_gloo(pipeline) else device
-    result: tuple[list[int] | None, str, str]
-    error: Exception | None = None
-    try:
-        result = (checked(), "", "")
-    except Exception as refusal:
-        error = refusal
-        result = (None, type(refusal).__name__, str(refusal))
-    for group in (pipeline, data):
-        for rank, (_, kind, text) in enumerate(group.everyones(result, where)):
-            if kind:
-                raise error or (TypeError if kind == "TypeError" else ValueError)(f"{text} (rank {rank})")
-        group.agree("DistributedPipe", given, where)
-    balance = pipeline.everyones(result[0], where)[0]
-    balance = data.everyones(balance, where)[0]
-    assert isinstance(balance, list)
-    return balance
-
-
-def _is_gloo(group: Group) -> bool:
-    return group.process_group is None or dist.get_backend(group.process_group) == "gloo"
-
-
-def _device_of(module: object) -> torch.device:
-    if isinstance(module, nn.Module):
-        for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:
-                return tensor.device
-    return torch.get_default_device()
-
-
-def _keys(skips: Mapping[SkipKey, tuple[int, int]], stage: int, pops: bool) -> dict[int, list[SkipKey]]:
-    """For each other stage, the keys of what goes from it to ``stage``, or back."""
-    result: dict[int, list[SkipKey]] = {}
-    for key, (stashes_at, pops_at) in skips.items():
-        here, there = (pops_at, stashes_at) if pops else (stashes_at, pops_at)
-        if here == stage and there != stage:
-            result.setdefault(there, []).append(key)
-    return result
-
-
-def _tied(
-    module: nn.Module, names_of: Sequence[Sequence[str]], n_ranks: int
-) -> list[tuple[list[str], tuple[int, ...]]]:
-    """Of each parameter that several ranks have, its names and the ranks."""
-    rank_of = {name: stage % n_ranks for stage, names in enumerate(names_of) for name in names}
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    ranks = [(its, tuple(sorted({rank_of[name.split(".")[0]] for name in its}))) for its in names.values()]
-    return [(its, each) for its, each in ranks if len(each) > 1]
-
-
-def _transport(pipeline: Group, device: torch.device, timeout: float, layout: Layout, ledger: Ledger) -> Transport:
-    assert pipeline.process_group is not None
-    ranks = dist.get_process_group_ranks(pipeline.process_group)
-    limit = timedelta(seconds=timeout)
-    control = _gloo_twin(pipeline, timeout)
-    payload = {}
-    if device.type != "cpu":
-        backend = dist.get_backend(pipeline.process_group)
-        for direction in Direction:
-            for upwards in (False, True):
-                payload[direction, upwards] = dist.new_group(
-                    ranks, backend=backend, timeout=limit, use_local_synchronization=True
-                )
-    return Transport(Ends(control, payload, device, ranks, timeout), ledger)
-
-
-def _gloo_twin(group: Group, timeout: float) -> dist.ProcessGroup:
-    """The same processes in a gloo group that nobody else knows."""
-    assert group.process_group is not None
-    ranks = dist.get_process_group_ranks(group.process_group)
-    return dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout), use_local_synchronization=True)

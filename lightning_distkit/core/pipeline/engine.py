@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_distkit.core.ledger import Ledger
-from lightning_distkit.core.pipeline.checkpoint import InPlace, Surroundings, is_checkpointed, without_graph
+from lightning_distkit.core.pipeline.checkpoint import InPlace, Surroundings, is_checkpointed
 from lightning_distkit.core.pipeline.failure import Failure
 from lightning_distkit.core.pipeline.frames import Parcel, pack
 from lightning_distkit.core.pipeline.microbatch import require_tensor
@@ -30,7 +31,8 @@ from lightning_distkit.core.pipeline.plan import Direction, Kind, Layout, Messag
 from lightning_distkit.core.pipeline.sequential import PipeSequential
 from lightning_distkit.core.pipeline.skip import SkipKey, carried
 from lightning_distkit.core.pipeline.tied import TiedParameters
-from lightning_distkit.core.pipeline.transport import Broken, Transport
+from lightning_distkit.core.pipeline.transport import Transport
+from lightning_distkit.core.pipeline.watch import Broken
 
 Groups = list[list[Tensor]]
 """Tensors that want gradients: those of the values between stages, then those of the skips of each other stage."""
@@ -102,7 +104,7 @@ class Kept:
         both = list(zip(self.inputs.tensors, self.inputs.wants_grad, strict=True))
         leaves = [tensor.detach().requires_grad_() if wanted else tensor for tensor, wanted in both]
         self.leaves = self.inputs.groups(leaves)
-        return [_Enter.apply(leaf) if leaf.requires_grad else leaf for leaf in leaves]
+        return [_enter(leaf) if leaf.requires_grad else leaf for leaf in leaves]
 
 
 @dataclass
@@ -182,6 +184,7 @@ class Engine:
     Args:
         stages: those that live here.
         transport: None in a world of one.
+        tied: parameters that other ranks have as well.
         global_rank: this rank's number in the world, for errors.
     """
 
@@ -192,6 +195,7 @@ class Engine:
         rank: int,
         stages: Sequence[Stage],
         transport: Transport | None,
+        tied: TiedParameters,
         ledger: Ledger,
         global_rank: int,
     ) -> None:
@@ -202,7 +206,7 @@ class Engine:
         self.transport = transport
         self.ledger = ledger
         self.global_rank = global_rank
-        self.tied: TiedParameters | None = None
+        self.tied = tied
         self.record = False
         self.events: list[Event] = []
         self.computed = 0.0  # seconds in stages, since the beginning
@@ -250,7 +254,8 @@ class Engine:
             return taken
         message = {rank: Message(rank, self.rank, Direction.STATE, 0, 0) for rank in take}
         try:
-            self.transport.begin(number, 0, [(rank, Direction.STATE, [each]) for rank, each in message.items()])
+            self.transport.watch.number = number
+            self.transport.begin(number, 0, [[each] for each in message.values()])
             for rank, values in give.items():
                 self._send(call, Message(self.rank, rank, Direction.STATE, 0, 0), lambda values=values: values)  # type: ignore[misc]
             taken = {rank: self._receive(call, each) for rank, each in message.items()}
@@ -264,12 +269,9 @@ class Engine:
     def _begin(self, call: Call, kind: Kind, plans: Sequence[Sequence[Step]]) -> None:
         if self.transport is None:
             return
-        expected = [
-            (source, direction, messages)
-            for source in range(self.layout.n_ranks)
-            if source != self.rank
-            for direction, messages in incoming(plans[source], self.rank).items()
-        ]
+        others = (rank for rank in range(self.layout.n_ranks) if rank != self.rank)
+        expected = [its for source in others for its in incoming(plans[source], self.rank).values()]
+        self.transport.watch.number = call.number
         self.transport.begin(call.number, kind.signature, expected)
 
     def _break(self, call: Call, failure: Failure) -> None:
@@ -307,24 +309,19 @@ class Engine:
                         call.input_grads[message.micro_batch] = _values(received)
             case "tied out":
                 for message in step.sends:
-                    self._send(call, message, lambda message=message: self._tied.gradients(message.target))
+                    self._send(call, message, partial(self.tied.gradients, message.target))
             case "tied in":
                 received_of = {message.source: self._receive(call, message) for message in step.receives}
                 if call.failure is None:
-                    self._tied.add({rank: _values(each) for rank, each in received_of.items()})
+                    self.tied.add({rank: _values(each) for rank, each in received_of.items()})
             case "end":
                 for message in step.receives:
                     self._take_word(call, message)
                 for message in step.sends:
-                    self._send(call, message, lambda: [])
+                    self._send(call, message, list)
         if self.record:
             waited = self.transport.waited - waited_before if self.transport is not None else 0.0
             self.events.append(Event(step.kind, step.stage, step.micro_batch, begin, perf_counter(), waited))
-
-    @property
-    def _tied(self) -> TiedParameters:
-        assert self.tied is not None
-        return self.tied
 
     @contextmanager
     def _computing(self, call: Call, doing: str, stage: int) -> Iterator[None]:
@@ -407,8 +404,11 @@ class Engine:
 
         if again:
             kept.run = run
-            with without_graph():
+            with torch.no_grad():
                 made, loss = stage.in_place.run(run, *inputs.tensors)
+        elif call.keeps and stage.index == 0:
+            # Micro-batches are views of one batch: autograd would take what is written to one for written to all.
+            made, loss = stage.in_place.run(run, *kept.enter())
         elif call.keeps:
             made, loss = run(*kept.enter())
         else:
@@ -523,7 +523,8 @@ class Engine:
             made, loss = stage.in_place.run_again(kept.run, *kept.enter())
         # In the first run it was not known which outputs would depend on something that wants gradients.
         wanted = _differentiable if self._can_train(stage, kept.inputs) else lambda tensor: False
-        kept.outputs = [[each for each in pack(its).tensors if wanted(each)] for its in made] if loss is None else [[loss]]
+        each = [[tensor for tensor in pack(its).tensors if wanted(tensor)] for its in made]
+        kept.outputs = each if loss is None else [[loss]]
 
     def _stage_backward(self, kept: Kept, given: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
         """The gradients of the stage's inputs, from those of its outputs."""
@@ -546,8 +547,13 @@ class _Enter(torch.autograd.Function):
         return leaf.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def _enter(leaf: Tensor) -> Tensor:
+    entered: Tensor = _Enter.apply(leaf)  # type: ignore[no-untyped-call]
+    return entered
 
 
 def _differentiable(tensor: Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -65,8 +66,6 @@ def _class_of(kind: str) -> type[StageError]:
         _classes[kind] = StageError
         original = getattr(builtins, kind, None)
         if isinstance(original, type) and issubclass(original, Exception) and not issubclass(StageError, original):
-            try:
+            with contextlib.suppress(TypeError):  # an exception with a layout of its own, as UnicodeError has
                 _classes[kind] = type(f"Stage{kind}", (StageError, original), {})
-            except TypeError:  # an exception with a layout of its own, as OSError has
-                pass
     return _classes[kind]

@@ -25,8 +25,8 @@ def check(module: nn.Module) -> None:
         if lost and _reset_of(each) is None and not _is_reset_above(module, name):
             raise ValueError(
                 f"what is on the meta device must be initialised by reset_parameters of its module, but "
-                f"{type(each).__name__} {name!r} has none for {', '.join(lost)}; define it, or make the module on a real "
-                "device"
+                f"{type(each).__name__} {name!r} has none for {', '.join(lost)}; define it, or make the module on a "
+                "real device"
             )
 
 
@@ -38,11 +38,12 @@ def materialise(module: nn.Sequential, own: Collection[str], device: torch.devic
     tied: dict[nn.Parameter, nn.Parameter] = {}
     for name, layer in module.named_children():
         mine, made = (layer, tied) if name in own else (copy.deepcopy(layer), {})
+        resets = [reset for each in _children_first(mine) if (reset := _reset_of(each)) and _lacks_values(each)]
         for each in mine.modules():
             _give_memory(each, device, made)
-        for each in _children_first(mine):
-            if (reset := _reset_of(each)) is not None:
-                reset()
+        for reset in resets:
+            reset()
+
 
 def _give_memory(module: nn.Module, device: torch.device, made: dict[nn.Parameter, nn.Parameter]) -> None:
     """To what ``module`` itself, without its children, has on meta; ``made`` keeps tied what was."""
@@ -55,6 +56,16 @@ def _give_memory(module: nn.Module, device: torch.device, made: dict[nn.Paramete
     for key, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[key] = torch.empty_like(buffer, device=device)
+
+
+def _lacks_values(module: nn.Module) -> bool:
+    """Whether it must be reset: what is real has values already, perhaps trained ones."""
+    return any(
+        tensor.is_meta
+        for each in module.modules()
+        if each is module or _reset_of(each) is None
+        for tensor in (*each.parameters(recurse=False), *each.buffers(recurse=False))
+    )
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:

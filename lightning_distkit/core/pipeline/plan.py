@@ -1,8 +1,8 @@
 """Which frames cross between the ranks in one call: data, made on paper from a schedule.
 
-So each channel carries a number of frames that both its ends know before the call begins. A rank that fails goes on with
-the plan, sending its failure in place of values, and dropping what it receives: then no other rank waits in vain, and no
-frame is left over for the next call.
+So each channel carries a number of frames that both its ends know before the call begins. A rank that fails goes on
+with the plan, sending its failure in place of values, and dropping what it receives: then no other rank waits in vain,
+and no frame is left over for the next call.
 """
 
 from __future__ import annotations

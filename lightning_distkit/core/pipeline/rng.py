@@ -1,8 +1,8 @@
 """Each stage draws random numbers of its own, and all ranks' global generators stay alike.
 
 A call draws one number from the CPU's global generator, as every rank does; the rank's own stream begins from that and
-from which rank it is. So two stages never draw the same dropout masks, what is replicated outside the pipe goes on alike
-on all ranks, and whoever saves and restores the global generator has the stages' numbers again.
+from which rank it is. So two stages never draw the same dropout masks, what is replicated outside the pipe goes on
+alike on all ranks, and whoever saves and restores the global generator has the stages' numbers again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def draw() -> int:
 
 @contextmanager
 def own_stream(number: int, who: tuple[int, ...], device: torch.device) -> Iterator[None]:
-    """Within this, random numbers of the CPU and ``device`` are those of ``who``; afterwards as if none had been drawn."""
+    """Within this, random numbers of the CPU and ``device`` are those of ``who``; afterwards as if none were drawn."""
     before = RngState(device)
     seed = random.Random(repr((number, who))).getrandbits(63)
     torch.default_generator.manual_seed(seed)

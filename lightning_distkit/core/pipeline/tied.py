@@ -1,7 +1,7 @@
 """One parameter in layers of several stages: each of their ranks has a copy, and all copies get the same gradient.
 
-What each rank adds to the gradient in one call is sent to the others, and not ``.grad`` as it stands, in which the sum of
-an earlier backward may be already. Every rank sums in the same order, so the copies stay equal to the last bit.
+What each rank adds to the gradient in one call is sent to the others, and not ``.grad`` as it stands, in which the sum
+of an earlier backward may be already. Every rank sums in the same order, so the copies stay equal to the last bit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ class TiedParameters:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter, _ in self._owners]
+
+    @property
+    def partners(self) -> list[int]:
+        """The other ranks that have some of them."""
+        return sorted({rank for _, owners in self._owners for rank in owners if rank != self._rank})
 
     def shared_with(self, rank: int) -> list[nn.Parameter]:
         return [parameter for parameter, owners in self._owners if rank in owners]

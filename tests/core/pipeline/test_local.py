@@ -852,9 +852,9 @@ def batches(n_ranks: int) -> Iterator[Tensor]:
         yield torch.randn(n_ranks * n_rows, 4, generator=generator)
 
 
-def in_ddp(find_unused: bool) -> dict[str, Tensor]:
+def in_ddp(**arguments: bool) -> dict[str, Tensor]:
     pipe = Pipe(mlp(Fn(lambda x: (x, 5)), Fn(lambda x, n: x)), 4, checkpoint="never")
-    ddp = DistributedDataParallel(pipe, find_unused_parameters=find_unused)
+    ddp = DistributedDataParallel(pipe, **arguments)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for x in batches(dist.get_world_size()):
         y = ddp(x.chunk(dist.get_world_size())[dist.get_rank()]).local_value()
@@ -891,8 +891,9 @@ def test_inside_ddp_it_equals_one_process_with_checkpoint_never() -> None:
         module(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    for find_unused in (False, True):
-        for got in run_ranks(2, in_ddp, find_unused):
+    # The latter two look for tensors in the handle.
+    for arguments in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        for got in run_ranks(2, partial(in_ddp, **arguments)):
             for one, other in zip(got.values(), module.state_dict().values(), strict=True):
                 torch.testing.assert_close(one, other)
 
