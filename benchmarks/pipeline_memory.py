@@ -30,9 +30,9 @@ WARM_UP = 2  # steps: in the first, torch's pipe finds out about shapes
 RIVAL, OURS = "torch 1F1B", "1f1b, checkpoint never"
 
 
-def _ours(schedule: str, checkpoint: str, inside: bool, n_stages_per_rank: int = 1) -> Callable[[Model, int], Step]:
+def _ours(schedule: str, **arguments: Any) -> Callable[[Model, int], Step]:
     def arm(model: Model, chunks: int) -> Step:
-        return Ours(model, schedule, chunks, inside=inside, checkpoint=checkpoint, n_stages_per_rank=n_stages_per_rank)
+        return Ours(model, schedule, chunks, **arguments)
 
     return arm
 
@@ -41,9 +41,13 @@ ARMS: dict[str, Callable[[Model, int], Step]] = {
     "one process": lambda model, chunks: OneProcess(model),
     "torch GPipe": lambda model, chunks: Torchs(model, "gpipe", chunks),
     RIVAL: lambda model, chunks: Torchs(model, "1f1b", chunks),
-    **{f"gpipe, checkpoint {mode}": _ours("gpipe", mode, inside=False) for mode in reversed(CHECKPOINT_MODES)},
-    **{f"1f1b, checkpoint {mode}": _ours("1f1b", mode, inside=True) for mode in reversed(CHECKPOINT_MODES)},
-    "interleaved_1f1b, checkpoint never": _ours("interleaved_1f1b", "never", inside=True, n_stages_per_rank=2),
+    **{
+        f"gpipe, checkpoint {mode}": _ours("gpipe", checkpoint=mode, inside=False)
+        for mode in reversed(CHECKPOINT_MODES)
+    },
+    "gpipe, checkpoint never, outputs last": _ours("gpipe", inside=False, outputs="last"),
+    **{f"1f1b, checkpoint {mode}": _ours("1f1b", checkpoint=mode, inside=True) for mode in reversed(CHECKPOINT_MODES)},
+    "interleaved_1f1b, checkpoint never": _ours("interleaved_1f1b", inside=True, n_stages_per_rank=2),
 }
 
 
