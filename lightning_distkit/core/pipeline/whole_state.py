@@ -33,7 +33,7 @@ class Exchanges:
 
     def everyones(self, value: Any) -> list[Any]:
         """The same on every rank."""
-        return self.gather([value], all_ranks=True) or []
+        return self.gather(value, all_ranks=True) or []
 
     def scatter(self, give: Mapping[int, Any], gets: bool) -> Any:
         """What rank 0 has for this one, if it is one that gets something."""
