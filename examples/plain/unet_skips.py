@@ -17,7 +17,7 @@ from lightning_distkit.core.pipeline.skip import Namespace, pop, skippable, stas
 
 WIDTH = 32  # of an image
 BATCH = 8
-STEPS = 60
+STEPS = 40
 Steps = Generator[Any, Any, Tensor]
 
 
@@ -92,7 +92,7 @@ def main() -> None:
             print(f"step {step:3} of {STEPS}: training loss {loss.item():.3f}", flush=True)
 
     pipe.eval()
-    images, masks = scenes(100, generator)
+    images, masks = scenes(50, generator)
     with torch.no_grad():
         found = pipe(images.to(devices[0])).local_value().cpu() > 0
     both, either = (found & (masks > 0)).sum(), (found | (masks > 0)).sum()

@@ -138,11 +138,7 @@ def _driven(generator: Generator[Any, Tensor | None, Any], do: Callable[[Any], T
             command = generator.send(answer)
         except StopIteration as stop:
             return stop.value
-        try:
-            answer = do(command)
-        except BaseException:
-            generator.close()
-            raise
+        answer = do(command)
 
 
 def isolate(layer: S, ns: Namespace, *, only: Iterable[str] | None = None) -> S:
