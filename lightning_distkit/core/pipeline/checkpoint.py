@@ -115,9 +115,6 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # there is only one
 
 
-without_graph = torch.no_grad
-
-
 class InPlace:
     """Whether some layers write to their inputs in place (as ``nn.ReLU(inplace=True)`` does), for they will run twice.
 
