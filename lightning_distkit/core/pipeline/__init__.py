@@ -3,6 +3,8 @@
 `SCHEDULES` names the orders in which the latter works; whoever adds one writes a function and a line in schedules.py.
 """
 
+from lightning_distkit.core.pipeline.dist import DistributedPipe as DistributedPipe
+from lightning_distkit.core.pipeline.failure import StageError as StageError
 from lightning_distkit.core.pipeline.handle import LocalRef as LocalRef
 from lightning_distkit.core.pipeline.local import Pipe as Pipe
 from lightning_distkit.core.pipeline.microbatch import NoChunk as NoChunk
