@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn import functional as F
 
 from benchmarks.models import mlp
-from lightning_distkit.core.pipeline.dist import DistributedPipe
+from lightning_distkit.core.pipeline import DistributedPipe
 
 N_TOKENS, WIDTH, LENGTH = 2048, 256, 64
 N_BLOCKS = 12  # that cost the same, in each model
