@@ -6,6 +6,7 @@ the whole output. Behind its output there is one autograd node, whose backward d
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils import _pytree as pytree
 
 from lightning_distkit.core.collectives import Group
@@ -146,6 +148,7 @@ class DistributedPipe(nn.Module):
         if self.n_ranks > 1:
             transport = Transport(assembly.ends_of(pipeline, where, seconds, self.n_stages), self.ledger)
             global_rank = dist.get_rank()
+            weakref.finalize(self, transport.close).atexit = False
         own = dict(self.named_parameters(remove_duplicate=False))
         shared = [(next(name for name in names if name in own), ranks) for names, ranks in tied if self.rank in ranks]
         self._tied = TiedParameters(self.rank, [(own[name], ranks) for name, ranks in shared])
@@ -373,6 +376,19 @@ class DistributedPipe(nn.Module):
         Also in a backward that does not go through the pipe. A call takes the place of the last one.
         """
         self._averaging.also(parameters)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` of the whole module. Collective.
+
+        Returns:
+            the norm before, the same on every rank.
+        """
+        parameters = list(self.parameters())
+        grads = [each.grad for each in parameters if each.grad is not None and self._tied.counts(each)]
+        norms = self._exchanges.everyones(get_total_norm(grads, norm_type).to("cpu", torch.float64))
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        clip_grads_with_norm_(parameters, max_norm, total)
+        return total
 
     # Whole state dicts
 

@@ -32,6 +32,10 @@ class TiedParameters:
         """The other ranks that have some of them."""
         return sorted({rank for _, owners in self._owners for rank in owners if rank != self._rank})
 
+    def counts(self, parameter: nn.Parameter) -> bool:
+        """Whether this is the copy that stands for all, so that whatever is summed over the ranks has it once."""
+        return all(each is not parameter or owners[0] == self._rank for each, owners in self._owners)
+
     def shared_with(self, rank: int) -> list[nn.Parameter]:
         return [parameter for parameter, owners in self._owners if rank in owners]
 

@@ -171,6 +171,9 @@ def tied(n_ranks: int) -> list[list[float]]:
                         (pipe(x).square().mean() / 2).backward()
                     (whole(x).square().mean() / 2).backward()
                 assert_same_gradients(pipe, whole)
+                norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.01)  # what is tied counts once
+                torch.testing.assert_close(pipe.clip_grad_norm_(0.01).float(), norm)
+                assert_same_gradients(pipe, whole)
                 for optimizer in optimizers:
                     optimizer.step()
             assert_same_state(pipe, whole)
