@@ -85,7 +85,14 @@ class Averaging:
         for handle in self._handles:
             handle.remove()
         self._others = list(parameters)
-        self._handles = [each.register_post_accumulate_grad_hook(lambda _: self.queue()) for each in self._others]
+        self._handles = [self._queue_after(each) for each in self._others if self.group.world_size > 1]
+
+    def _queue_after(self, parameter: nn.Parameter) -> Any:
+        trains = parameter.requires_grad
+        parameter.requires_grad_()  # torch takes a hook only then, and one that is frozen may be trained later
+        handle = parameter.register_post_accumulate_grad_hook(lambda _: self.queue())
+        parameter.requires_grad_(trains)
+        return handle
 
     def _trained(self) -> list[nn.Parameter]:
         return [each for each in (*self._parameters(), *self._others) if each.requires_grad]

@@ -116,6 +116,8 @@ class DistributedPipe(nn.Module):
         self.parameter_names: list[str] = []  # of the whole module
         given = {"chunks": chunks, "checkpoint": checkpoint, "schedule": schedule, "outputs": outputs}
         given |= {"n_stages_per_rank": n_stages_per_rank, "deferred_batch_norm": deferred_batch_norm}
+        given |= {"balance": list(balance) if isinstance(balance, (list, tuple)) else str(balance)}
+        given |= {"the list of layers": list(getattr(module, "_modules", ()))}
         self.balance = assembly.agreed(find_balance, given, pipeline, data, where)
         self.n_stages = len(self.balance)
         self.whole_keys = list(module.state_dict())
@@ -221,6 +223,8 @@ class DistributedPipe(nn.Module):
         Collective: every rank calls it, with the same inputs, and runs its backward, if one does. Tensors among the
         arguments are split along their first dimension, except in a `NoChunk`; all else is given to every micro-batch.
         The outputs' tensors are joined along it, and values that are no tensors collected in lists.
+
+        A backward through it adds to ``.grad`` of the layers, also if `torch.autograd.grad` has asked for others.
 
         Raises:
             TypeError: no tensor among the inputs, in the output, or between two stages.
@@ -386,7 +390,7 @@ class DistributedPipe(nn.Module):
         parameters = list(self.parameters())
         grads = [each.grad for each in parameters if each.grad is not None and self._tied.counts(each)]
         norms = self._exchanges.everyones(get_total_norm(grads, norm_type).to("cpu", torch.float64))
-        total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
         clip_grads_with_norm_(parameters, max_norm, total)
         return total
 

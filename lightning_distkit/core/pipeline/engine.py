@@ -377,8 +377,8 @@ class Engine:
         if call.failure is None:
             with self._computing(call, f"the forward of micro-batch {i}", step.stage):
                 parcels = self._stage_forward(call, stage, i, [each for each in received if isinstance(each, Parcel)])
-                if is_last:
-                    call.outputs[i] = parcels[0]
+                if is_last:  # and if nobody wants it, it is not held
+                    call.outputs[i] = parcels[0] if call.hands_out or call.loss is None else None
         del received
         for n, message in enumerate(step.sends):
             self._send(call, message, lambda n=n: self._word(call, i) if is_last else parcels[n])  # type: ignore[misc]
@@ -387,7 +387,7 @@ class Engine:
         """What every other rank gets of the last stage's output."""
         output = call.outputs[i]
         if call.loss is not None:
-            return [call.losses, output if call.hands_out else None]
+            return [call.losses, output]
         return output if call.hands_out else any(its for each in call.outputs.values() for its in each.wants_grad)
 
     def _stage_forward(self, call: Call, stage: Stage, i: int, received: list[Parcel]) -> list[Parcel]:
@@ -423,8 +423,14 @@ class Engine:
             call.kept[stage.index, i] = kept
         if loss is not None:
             call.losses.append(loss.detach())
+        # What is sent must not change on its way, and the next micro-batch may change a buffer.
+        buffers = {buffer.untyped_storage().data_ptr() for buffer in stage.layers.buffers()}
         for parcel in parcels:
-            parcel.tensors = [tensor.detach() for tensor in parcel.tensors]
+            values = [tensor.detach() for tensor in parcel.tensors]
+            parcel.tensors = [
+                value.clone() if buffers and value.untyped_storage().data_ptr() in buffers else value
+                for value in values
+            ]
         return parcels
 
     def _layers_of(self, call: Call, stage: Stage, i: int, given: Any) -> tuple[list[Any], Tensor | None]:

@@ -530,3 +530,56 @@ def no_hang() -> int:
 
 def test_four_ranks_fifty_steps_all_schedules_no_hang() -> None:
     assert run_ranks(4, no_hang, timeout=120) == [200] * 4
+
+
+class Counter(nn.Module):
+    """Hands on a buffer that it changes in place for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.count += len(x)
+        return x, self.count
+
+
+class Added(nn.Module):
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        return x + count
+
+
+def buffers_on_the_way() -> None:
+    for mode in CHECKPOINT_MODES:
+        pipe = pipe_of(nn.Sequential(Counter(), Added()), 4, mode)
+        torch.testing.assert_close(pipe(torch.zeros(7, 1)).flatten(), torch.tensor([2.0, 2, 4, 4, 6, 6, 7]))
+
+
+def test_a_buffer_that_changes_is_sent_as_it_was() -> None:
+    run_ranks(2, buffers_on_the_way)
+
+
+def explicit_micro_batches() -> None:
+    module = mlp(4, 8, 8, 4)
+    for schedule in ("gpipe", "1f1b"):
+        whole, pipe = copy.deepcopy(module), pipe_of(copy.deepcopy(module), schedule=schedule)
+        pieces = [torch.randn(rows, 4) for rows in (3, 1, 5)]
+        weights = [0.5, 3.0, 1.5]
+        value = pipe.micro_batch_loss(
+            [((piece,), {}) for piece in pieces],
+            loss=lambda i, out: out.square().mean() + i,
+            weights=weights,
+        )
+        value.backward()
+        each = [
+            weight * (whole(x).square().mean() + i) for i, (x, weight) in enumerate(zip(pieces, weights, strict=True))
+        ]
+        (sum(each) / sum(weights)).backward()
+        torch.testing.assert_close(value, sum(each) / sum(weights))
+        assert_same_gradients(pipe, whole)
+        with pytest.raises(ValueError, match="a weight for each, got 1 micro-batches and 0 weights"):
+            pipe.micro_batch_loss([((pieces[0],), {})], loss=lambda i, out: out.sum(), weights=[])
+
+
+def test_micro_batches_of_ones_own_making_with_weights() -> None:
+    run_ranks(2, explicit_micro_batches)
