@@ -460,9 +460,8 @@ class DistributedPipe(nn.Module):
 
     def _call(self, number: int, micro_batches: Sequence[MicroBatch], **arguments: Any) -> Call:
         checkpoint = self.checkpoint if self.training else "never"
-        for stage in self._engine.stages.values():  # somebody may have put another layer in place of one
-            for name in self._names_of[stage.index]:
-                stage.layers._modules[name] = self.get_submodule(name)
+        for stage in self._engine.stages.values():
+            stage.refresh(_named(self, self._names_of[stage.index]))
         return Call(number, micro_batches, keeps=torch.is_grad_enabled(), checkpoint=checkpoint, **arguments)
 
     def _run(self, call: Call, does: str) -> None:

@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_distkit.core.ledger import Ledger
@@ -27,7 +27,7 @@ from lightning_distkit.core.pipeline.checkpoint import InPlace, Surroundings, is
 from lightning_distkit.core.pipeline.failure import Failure
 from lightning_distkit.core.pipeline.frames import Parcel, pack
 from lightning_distkit.core.pipeline.microbatch import require_tensor
-from lightning_distkit.core.pipeline.plan import Direction, Kind, Layout, Message, Step, incoming, plan
+from lightning_distkit.core.pipeline.plan import Direction, Kind, Layout, Message, Step, expected, plan
 from lightning_distkit.core.pipeline.sequential import PipeSequential
 from lightning_distkit.core.pipeline.skip import SkipKey, carried
 from lightning_distkit.core.pipeline.tied import TiedParameters
@@ -60,6 +60,16 @@ class Stage:
         self.pops = pops
         self.stashes = stashes
         self.in_place = InPlace(f"stage {index}")
+        self._buffers: set[int] = set()
+
+    def refresh(self, layers: Mapping[str, nn.Module]) -> None:
+        """At the beginning of a call: somebody may have put another layer, or buffer, in place of one."""
+        self.layers._modules.update(layers)
+        self._buffers = {buffer.untyped_storage().data_ptr() for buffer in self.layers.buffers()}
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """Whether its memory is a buffer's."""
+        return bool(self._buffers) and tensor.untyped_storage().data_ptr() in self._buffers
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], skips: Sequence[list[Tensor | None]]) -> Any:
         """What the stage returns, and for each stage that pops what it has stashed for that one."""
@@ -97,7 +107,8 @@ class Kept:
     surroundings: Surroundings | None  # set if it is to be run again, and then
     run: Callable[..., Any] | None = None  # what is
     leaves: Groups = field(default_factory=list)
-    outputs: Groups = field(default_factory=list)
+    wants_grad: list[list[bool]] = field(default_factory=list)  # of each output and stashed tensor
+    outputs: Groups = field(default_factory=list)  # those that want it; the loss, if that is computed here
 
     def enter(self) -> list[Tensor]:
         """The inputs as the stage's graph begins with them."""
@@ -151,7 +162,6 @@ class Call:
         self.hands_out = hands_out
         self.loss = loss
         self.weights = weights
-        self.is_drained = False
         self.failure: Failure | None = None
         self.error: BaseException | None = None  # the failure's, if it was raised here
         self.kept: dict[tuple[int, int], Kept] = {}
@@ -222,10 +232,9 @@ class Engine:
         if self.broken is not None:
             raise self.broken.error()
         begin = perf_counter()
-        plans = plan(self.layout, self.schedule, kind)
         try:
-            self._begin(call, kind, plans)
-            for step in plans[self.rank]:
+            self._begin(call, kind)
+            for step in plan(self.layout, self.schedule, kind)[self.rank]:
                 self._do(call, step)
             if self.transport is not None:
                 self.transport.finish()
@@ -266,13 +275,11 @@ class Engine:
             self._raise(call)
         return {rank: _values(each) for rank, each in taken.items()}
 
-    def _begin(self, call: Call, kind: Kind, plans: Sequence[Sequence[Step]]) -> None:
+    def _begin(self, call: Call, kind: Kind) -> None:
         if self.transport is None:
             return
-        others = (rank for rank in range(self.layout.n_ranks) if rank != self.rank)
-        expected = [its for source in others for its in incoming(plans[source], self.rank).values()]
         self.transport.watch.number = call.number
-        self.transport.begin(call.number, kind.signature, expected)
+        self.transport.begin(call.number, kind.signature, expected(self.layout, self.schedule, kind, self.rank))
 
     def _break(self, call: Call, failure: Failure) -> None:
         if self.transport is not None:
@@ -399,9 +406,7 @@ class Engine:
         again = again and not (is_last and call.loss is not None and self.schedule != "gpipe")
         kept = Kept(inputs, Surroundings(stage.device, stage.layers) if again else None)
 
-        def run(*tensors: Tensor) -> tuple[list[Any], Tensor | None]:
-            return self._layers_of(call, stage, i, inputs.build(list(tensors)))
-
+        run = partial(_run, stage, inputs, partial(call.loss, i) if is_last and call.loss is not None else None)
         if again:
             kept.run = run
             with torch.no_grad():
@@ -418,35 +423,18 @@ class Engine:
             for parcel in parcels:
                 parcel.wants_grad = [_differentiable(tensor) for tensor in parcel.tensors]
         if call.keeps:
+            kept.wants_grad = [parcel.wants_grad for parcel in parcels]
             if not again:
                 kept.outputs = [parcel.wanted(parcel.tensors) for parcel in parcels] if loss is None else [[loss]]
             call.kept[stage.index, i] = kept
         if loss is not None:
             call.losses.append(loss.detach())
-        # What is sent must not change on its way, and the next micro-batch may change a buffer.
-        buffers = {buffer.untyped_storage().data_ptr() for buffer in stage.layers.buffers()}
         for parcel in parcels:
-            values = [tensor.detach() for tensor in parcel.tensors]
+            # What is sent must not change on its way, and the next micro-batch may change a buffer.
             parcel.tensors = [
-                value.clone() if buffers and value.untyped_storage().data_ptr() in buffers else value
-                for value in values
+                tensor.detach().clone() if stage.is_buffer(tensor) else tensor.detach() for tensor in parcel.tensors
             ]
         return parcels
-
-    def _layers_of(self, call: Call, stage: Stage, i: int, given: Any) -> tuple[list[Any], Tensor | None]:
-        """What the stage returns and stashes, and on the last one the loss, if that is computed here."""
-        output, stashed = stage(*given)
-        is_last = stage.index == self.layout.n_stages - 1
-        require_tensor(output, "the output of a pipe" if is_last else f"what stage {stage.index} of a pipe hands on")
-        loss = None
-        if is_last and call.loss is not None:
-            loss = call.loss(i, output)
-            if not isinstance(loss, Tensor) or loss.dim() > 0:
-                raise TypeError(
-                    "the loss of a micro-batch must be a tensor without dimensions, the mean over its rows; got "
-                    f"{f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__}"
-                )
-        return [output, *stashed], loss
 
     def _inputs(self, call: Call, stage: Stage, i: int, received: list[Parcel]) -> Inputs:
         n_values = 0 if stage.index == 0 else 1
@@ -527,10 +515,12 @@ class Engine:
         assert kept.run is not None
         with kept.surroundings.again():
             made, loss = stage.in_place.run_again(kept.run, *kept.enter())
-        # In the first run it was not known which outputs would depend on something that wants gradients.
-        wanted = _differentiable if self._can_train(stage, kept.inputs) else lambda tensor: False
-        each = [[tensor for tensor in pack(its).tensors if wanted(tensor)] for its in made]
-        kept.outputs = each if loss is None else [[loss]]
+        # As it was said in the first run, when it was not known which of them would depend on what wants gradients.
+        outputs = []
+        for values, wants_grad in zip(made, kept.wants_grad, strict=True):
+            each = zip(pack(values).tensors, wants_grad, strict=True)
+            outputs.append([tensor for tensor, wanted in each if wanted])
+        kept.outputs = outputs if loss is None else [[loss]]
 
     def _stage_backward(self, kept: Kept, given: list[list[Tensor | None]]) -> list[list[Tensor | None]]:
         """The gradients of the stage's inputs, from those of its outputs."""
@@ -543,6 +533,21 @@ class Engine:
         if tensors:
             torch.autograd.backward(tensors, grads)
         return [[leaf.grad for leaf in group] for group in kept.leaves]
+
+
+def _run(
+    stage: Stage, inputs: Inputs, loss_of: Callable[[Any], Tensor] | None, *tensors: Tensor
+) -> tuple[list[Any], Tensor | None]:
+    """What the stage returns and stashes, and the loss, if it is computed here."""
+    output, stashed = stage(*inputs.build(list(tensors)))
+    require_tensor(output, f"what stage {stage.index} of a pipe hands on")
+    loss = loss_of(output) if loss_of is not None else None
+    if loss_of is not None and not (isinstance(loss, Tensor) and loss.dim() == 0):
+        raise TypeError(
+            "the loss of a micro-batch must be a tensor without dimensions, the mean over its rows; got "
+            f"{f'shape {tuple(loss.shape)}' if isinstance(loss, Tensor) else type(loss).__name__}"
+        )
+    return [output, *stashed], loss
 
 
 class _Enter(torch.autograd.Function):

@@ -129,6 +129,14 @@ def plan(layout: Layout, schedule: str, kind: Kind) -> tuple[tuple[Step, ...], .
     return tuple(result)
 
 
+@lru_cache(maxsize=256)
+def expected(layout: Layout, schedule: str, kind: Kind, rank: int) -> tuple[tuple[Message, ...], ...]:
+    """For each channel of a rank, what comes by it from another, in order."""
+    ranks = plan(layout, schedule, kind)
+    others = (steps for source, steps in enumerate(ranks) if source != rank)
+    return tuple(tuple(messages) for steps in others for messages in incoming(steps, rank).values())
+
+
 def incoming(steps: Iterable[Step], target: int) -> dict[Direction, list[Message]]:
     """Of a rank's steps, what it sends to ``target``, in the order of sending."""
     result: dict[Direction, list[Message]] = {}

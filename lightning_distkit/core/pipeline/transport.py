@@ -25,7 +25,7 @@ import contextlib
 import pickle
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from math import prod
 from queue import SimpleQueue
@@ -69,7 +69,7 @@ class Transport:
         self._call = (0, 0)
         self._n_sent = (0, 0)  # bytes, messages
 
-    def begin(self, number: int, signature: int, expected: Iterable[list[Message]]) -> None:
+    def begin(self, number: int, signature: int, expected: Iterable[Sequence[Message]]) -> None:
         """Start a call: from now on the frames that it will bring are received.
 
         Args:
@@ -205,13 +205,13 @@ class _Incoming:
     def __init__(self, ends: Ends, inbox: Inbox[Parcel | _OnStream | Failure]) -> None:
         self._ends = ends
         self._inbox = inbox
-        self._work: SimpleQueue[tuple[int, int, list[Message]] | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[int, int, Sequence[Message]] | None] = SimpleQueue()
         self._known: dict[int, tuple[bytes, tuple[Description, ...]]] = {}
         self._buffers = Buffers()
         self._end: Failure | None = None  # why nothing can come any more
         threading.Thread(target=self._serve, daemon=True, name="pipe-receive").start()
 
-    def expect(self, number: int, signature: int, messages: list[Message]) -> None:
+    def expect(self, number: int, signature: int, messages: Sequence[Message]) -> None:
         self._work.put((number, signature, messages))
 
     def close(self) -> None:

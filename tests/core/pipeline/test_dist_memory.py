@@ -80,25 +80,29 @@ def test_with_checkpointing_one_graph_is_alive_at_a_time(schedule: str) -> None:
     assert run_ranks(2, live, schedule, 1, "always", 6) == [1, 1]
 
 
-def unused_calls() -> tuple[int, int]:
+def unused_calls(checkpoint: str) -> tuple[int, int]:
     """Outputs that nobody differentiates, and calls that failed, leave nothing behind."""
-    pipe = DistributedPipe(nn.Sequential(Watched(4, 4), Watched(4, 4)), 3, "never", balance=[1, 1])
+    pipe = DistributedPipe(nn.Sequential(Watched(4, 4), Watched(4, 4)), 3, checkpoint, balance=[1, 1])
     x = torch.ones(6, 4)
     out = pipe(x)
+    kept = weakref.ref(next(iter(out.grad_fn.next_functions[0][0].drain._call.kept.values())))
     held = Counted.alive
+    gc.disable()
     del out
-    freed = Counted.alive
+    assert kept() is None
+    assert Counted.alive == 0
+    gc.enable()
     with torch.no_grad():
         pipe(x)
     with pytest.raises(TypeError):
         pipe.loss(x, loss=lambda out: None)
     gc.collect()  # an exception's traceback holds frames
-    assert Counted.alive == 0
-    return held, freed
+    return held, Counted.alive
 
 
-def test_a_call_without_backward_is_freed_with_its_output() -> None:
-    assert run_ranks(2, unused_calls) == [(3, 0), (3, 0)]
+@pytest.mark.parametrize(("checkpoint", "held"), [("never", 3), ("except_last", 1), ("always", 0)])
+def test_a_call_without_backward_is_freed_with_its_output(checkpoint: str, held: int) -> None:
+    assert run_ranks(2, unused_calls, checkpoint) == [(held, 0), (held, 0)]
 
 
 def threads() -> tuple[int, int]:
