@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -583,3 +584,79 @@ def explicit_micro_batches() -> None:
 
 def test_micro_batches_of_ones_own_making_with_weights() -> None:
     run_ranks(2, explicit_micro_batches)
+
+
+def evaluation_between() -> None:
+    """Evaluation between a backward and the step, with other rows, leaves gradients and parameters alone."""
+    for schedule, n in SCHEDULES_AND_STAGES:
+        pipe = pipe_of(mlp(4, 8, 8, 8, 4), schedule=schedule, n_stages_per_rank=n)
+        pipe.loss(torch.randn(6, 4), loss=lambda out: out.square().mean()).backward()
+        before = [(each.clone(), each.grad.clone()) for each in pipe.parameters()]
+        pipe.eval()
+        with torch.no_grad():
+            pipe(torch.randn(2, 4))
+            pipe.loss(torch.randn(1, 4), loss=torch.mean)
+        pipe.train()
+        for each, (value, grad) in zip(pipe.parameters(), before, strict=True):
+            assert torch.equal(each, value)
+            assert torch.equal(each.grad, grad)
+
+
+def test_evaluation_changes_no_gradient() -> None:
+    run_ranks(2, evaluation_between)
+
+
+def first_step() -> None:
+    pipe = pipe_of(mlp(4, 8, 8, 8, 4))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    before = pipe.whole_state_dict(all_ranks=True)
+    assert before is not None
+    before = {key: value.clone() for key, value in before.items()}
+    loss = pipe(torch.randn(6, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    after = pipe.whole_state_dict(all_ranks=True)
+    assert after is not None
+    assert list(after) == list(mlp(4, 8, 8, 8, 4).state_dict())
+    assert not any(torch.equal(after[key], value) for key, value in before.items())
+
+
+def test_every_parameter_of_every_stage_moves_in_the_first_step() -> None:
+    run_ranks(3, first_step)
+
+
+def recorded() -> list[str]:
+    """What was done, in order; and seconds that add up."""
+    pipe = pipe_of(mlp(4, 8, 8, 4), 3, schedule="1f1b")
+    pipe.record = True
+    before = pipe.seconds
+    pipe.loss(torch.randn(6, 4), loss=torch.mean).backward()
+    after = {key: value - before[key] for key, value in pipe.seconds.items()}
+    steps = [event for event in pipe.events if event.kind in "FB"]
+    for event in steps:
+        assert 0 <= event.waited <= event.end - event.begin
+    for one, other in pairwise(steps):
+        assert one.end <= other.begin
+    assert 0 < after["computed"] + after["waited"] <= after["total"]
+    pipe.record = False
+    pipe(torch.randn(6, 4))
+    assert pipe.events == []
+    return [f"{event.kind}{event.micro_batch}" for event in steps]
+
+
+def test_recorded_steps_are_those_of_the_schedule() -> None:
+    assert run_ranks(2, recorded) == [
+        ["F0", "F1", "B0", "F2", "B1", "B2"],
+        ["F0", "B0", "F1", "B1", "F2", "B2"],
+    ]
+
+
+def same_loss() -> float:
+    pipe = pipe_of(mlp(4, 8, 8, 4), schedule="1f1b")
+    torch.manual_seed(0)
+    return pipe.loss(torch.randn(5, 4), loss=lambda out: out.square().mean()).item()
+
+
+def test_the_loss_is_the_same_number_on_every_rank() -> None:
+    first, *others = run_ranks(3, same_loss)
+    assert others == [first, first]
