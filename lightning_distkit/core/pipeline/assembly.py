@@ -140,8 +140,8 @@ def ends_of(pipeline: Group, device: torch.device, timeout: float, n_stages: int
     assert pipeline.process_group is not None
     ranks = dist.get_process_group_ranks(pipeline.process_group)
     payload = {}
-    if device.type != "cpu":
-        backend = dist.get_backend(pipeline.process_group)
+    if device.type != "cpu" and not is_gloo(pipeline):
+        backend = dist.get_default_backend_for_device(device)
         for direction in Direction:
             for upwards in (False, True):
                 payload[direction, upwards] = _new_group(ranks, backend, timeout)

@@ -46,7 +46,7 @@ class Inbox(Generic[Frame]):
         with self._changed:
             if message.direction not in _HELD_IN_ANY_CASE:
                 self._changed.wait_for(
-                    lambda: self._unread[channel] <= AHEAD or self._wanted == channel or self._is_closed
+                    lambda: self._unread[channel] < AHEAD or self._wanted == channel or self._is_closed
                 )
             return not self._is_closed
 

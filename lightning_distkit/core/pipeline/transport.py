@@ -95,6 +95,8 @@ class Transport:
         self._waited_since(begin)
         if isinstance(frame, Failure) and frame.is_fatal:
             raise Broken(frame)
+        if isinstance(frame, Parcel) and self.ends.wire != self.ends.device:
+            frame.tensors = [tensor.to(self.ends.device) for tensor in frame.tensors]
         return frame.here() if isinstance(frame, _OnStream) else frame
 
     def send(self, message: Message, what: Parcel | Failure) -> None:
@@ -160,7 +162,8 @@ class _Outgoing:
     ) -> tuple[int, int]:
         """Returns the numbers of bytes and of messages."""
         status, described, pickled = self._described(what)
-        payload = [] if isinstance(what, Failure) else [as_bytes(tensor) for tensor in what.tensors if tensor.numel()]
+        tensors = [] if isinstance(what, Failure) else what.tensors
+        payload = [as_bytes(tensor).to(self._ends.wire) for tensor in tensors if tensor.numel()]
         header = _HEADER.pack(
             number,
             message.source,
@@ -222,7 +225,7 @@ class _Incoming:
         return self._work.empty()
 
     def _serve(self) -> None:
-        if self._ends.device.type == "cuda":
+        if self._ends.wire.type == "cuda":
             torch.cuda.set_device(self._ends.device)
         while (work := self._work.get()) is not None:
             number, signature, messages = work
@@ -257,7 +260,7 @@ class _Incoming:
         group, tag = self._ends.payload_group(message), int(message.direction)
         tensors, works = [], []
         for shape, dtype, _ in described:
-            row = self._buffers.take(prod(shape) * dtype.itemsize, torch.uint8, self._ends.device)
+            row = self._buffers.take(prod(shape) * dtype.itemsize, torch.uint8, self._ends.wire)
             if row.numel():
                 works.append(group.recv([row], message.source, tag))
             tensors.append(from_bytes(row, shape, dtype))

@@ -28,8 +28,9 @@ class Ends:
 
     Args:
         control: a gloo group that nobody else uses.
-        payload: on a device other than the CPU, the groups that carry tensors: by direction, and whether upwards.
-        device: where tensors are received.
+        payload: the groups that carry tensors of the device, by direction, and whether upwards; none if the control
+            group does, by way of the CPU.
+        device: where tensors are.
         global_ranks: of each rank of the group, its number in the world.
         n_stages: of the pipe.
         timeout: seconds that a rank waits for another.
@@ -45,6 +46,11 @@ class Ends:
     def payload_group(self, message: Message) -> dist.ProcessGroup:
         """Carries the tensors of a message."""
         return self.payload.get((message.direction, message.source < message.target), self.control)
+
+    @property
+    def wire(self) -> torch.device:
+        """Where tensors must be to be sent."""
+        return self.device if self.payload else torch.device("cpu")
 
     def who(self, rank: int) -> str:
         """A rank as users know it."""
