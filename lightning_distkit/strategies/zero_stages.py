@@ -27,7 +27,7 @@ from lightning_distkit.core.zero import (
     sync_module_states,
     unshard_parameters,
 )
-from lightning_distkit.core.zero.fsdp_state import param_groups_of, reshard
+from lightning_distkit.core.zero.fsdp_state import interrupt, param_groups_of, reshard
 from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies.zero_callbacks import TakenOver, take_over
 
@@ -190,9 +190,7 @@ class ShardedParameters:
     def abandon(self, module: LightningModule) -> None:
         for callback in self._callbacks:
             callback.abandon()
-        for each in module.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()  # the error may have come where a block was whole
+        interrupt(module)  # the error may have come where a block was whole
         module.zero_grad()  # and where some gradients were shards and others not
 
 

@@ -230,8 +230,8 @@ class DTensorOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
-        """As ``torch.nn.utils.clip_grad_value_`` on whole gradients."""
-        nn.utils.clip_grad_value_(self._shards(), clip_value)
+        """As ``torch.nn.utils.clip_grad_value_`` on whole gradients, which must be real: a ValueError on every rank."""
+        norm.clip_values_(self._shards(), clip_value, (param.dtype for param in self.params))
 
     def _group_of_shards(self) -> Group:
         """The ranks that have one shard each; of a mesh with replicas, those of this rank's replica."""

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 
 def state_of(module: nn.Module) -> Any:
@@ -37,3 +38,11 @@ def reshard(module: nn.Module) -> None:
         if each._all_gather_result is not None:
             each.wait_for_unshard()
         each.reshard()
+
+
+def interrupt(module: nn.Module) -> None:
+    """`reshard` after an error, wherever it came. Not collective."""
+    for each in param_groups_of(module):
+        # In the midst of a forward, a block that is to stay whole until its backward would not be resharded.
+        each._training_state = TrainingState.IDLE
+    reshard(module)

@@ -329,8 +329,8 @@ class ZeroOptimizer(Optimizer):
         return total
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """As ``torch.nn.utils.clip_grad_value_`` on whole gradients."""
-        torch.nn.utils.clip_grad_value_(self.pieces(), clip_value)
+        """As ``torch.nn.utils.clip_grad_value_`` on whole gradients, which must be real: a ValueError on every rank."""
+        norm.clip_values_(self.pieces(), clip_value, (bucket.flat.dtype for bucket in self.buckets))
         self._gradients.edited()
 
     @property

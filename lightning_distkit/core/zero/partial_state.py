@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_distkit.core.zero.bucket import Bucket
 from lightning_distkit.core.zero.holders import modules_with
 
-SLACK = 2**20  # bytes of a bucket, such as paddings, that may be written with what was asked for
+SLACK = 2**14  # bytes of a bucket, such as paddings, that may be written with what was asked for
 _MARK = "_zero_bucket"  # on a storage, and so seen by whoever has a view of it, as long as there is one
 
 

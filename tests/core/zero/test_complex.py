@@ -1,4 +1,4 @@
-"""Complex parameters are trained and clipped as in one process."""
+"""Complex parameters are trained and clipped as in one process; by value, as there, they cannot be."""
 
 from __future__ import annotations
 
@@ -62,3 +62,18 @@ def test_complex_parameters_are_clipped_and_trained_as_by_torch(stage: int, norm
         assert norms == pytest.approx(wanted_norms, rel=1e-5)
         assert min(norms) > CLIP
         torch.testing.assert_close(params, wanted, rtol=1e-5, atol=1e-6)
+
+
+def clipped_by_value(stage: int) -> None:
+    module = Net()
+    optimizer: Any = ZeroOptimizer(torch.optim.Adam(module.parameters(), 0.1))
+    if stage == 2:
+        shard_gradients(optimizer)
+    module(torch.ones(7, 3), dist.get_rank()).backward()
+    with pytest.raises(ValueError, match="must be real, got torch.complex128 and torch.complex64; clip by norm"):
+        optimizer.clip_grad_value_(CLIP)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_complex_gradients_by_value_is_refused_on_every_rank(stage: int) -> None:
+    run_ranks(2, clipped_by_value, stage)

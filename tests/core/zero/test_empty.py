@@ -72,3 +72,19 @@ def refused(kind: str) -> str:
 def test_what_has_no_parameters_is_one_clear_error(kind: str, says: str) -> None:
     for said in run_ranks(2, refused, kind):
         assert says in said
+
+
+def one_element(stage: int) -> float:
+    param = nn.Parameter(torch.ones(1))
+    optimizer = ZeroOptimizer(torch.optim.SGD, [param], lr=1.0)
+    if stage == 2:
+        shard_gradients(optimizer)
+    (5 * param).sum().backward()
+    optimizer.clip_grad_value_(0.25)
+    optimizer.step()
+    return param.item()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_rank_that_has_no_gradient_clips_by_value_with_the_others(stage: int) -> None:
+    assert run_ranks(2, one_element, stage) == [0.75, 0.75]
