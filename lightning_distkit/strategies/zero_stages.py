@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group
