@@ -1,4 +1,4 @@
-"""Gradient compression and ZeRO for PyTorch Lightning: one word in the Trainer.
+"""Gradient compression, ZeRO and pipelines for PyTorch Lightning: one word in the Trainer.
 
 ``import lightning_distkit`` makes the names of its strategies known to Lightning, whichever of the two is imported
 first, and imports nothing heavy: Lightning's part is loaded when Lightning is.
@@ -13,11 +13,12 @@ import wrapt
 
 if TYPE_CHECKING:
     from lightning_distkit.strategies import CommHookDDPStrategy as CommHookDDPStrategy
+    from lightning_distkit.strategies import PipeStrategy as PipeStrategy
     from lightning_distkit.strategies import PowerSGDDDPStrategy as PowerSGDDDPStrategy
     from lightning_distkit.strategies import ZeroStrategy as ZeroStrategy
 
 __version__ = "0.1.0"
-__all__ = ["CommHookDDPStrategy", "PowerSGDDDPStrategy", "ZeroStrategy"]
+__all__ = ["CommHookDDPStrategy", "PipeStrategy", "PowerSGDDDPStrategy", "ZeroStrategy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from lightning_distkit.strategies.compression import CommHookDDPStrategy as CommHookDDPStrategy
     from lightning_distkit.strategies.compression import PowerSGDDDPStrategy as PowerSGDDDPStrategy
+    from lightning_distkit.strategies.pipeline import PipeStrategy as PipeStrategy
     from lightning_distkit.strategies.zero import ZeroStrategy as ZeroStrategy
 
-_MODULES = {"CommHookDDPStrategy": "compression", "PowerSGDDDPStrategy": "compression", "ZeroStrategy": "zero"}
+_MODULES = {
+    "CommHookDDPStrategy": "compression",
+    "PipeStrategy": "pipeline",
+    "PowerSGDDDPStrategy": "compression",
+    "ZeroStrategy": "zero",
+}
 
 NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd": ("PowerSGDDDPStrategy", {}),
@@ -23,6 +29,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero_stage_1": ("ZeroStrategy", {"stage": 1}),
     "zero_stage_2": ("ZeroStrategy", {"stage": 2}),
     "zero_stage_3": ("ZeroStrategy", {"stage": 3}),
+    "pipe": ("PipeStrategy", {}),
     "ddp_noop": ("CommHookDDPStrategy", {"hook": "noop"}),
 }
 """Name -> class and arguments. A new strategy is one line here, and one above for a new class."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import zipfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from datetime import timedelta
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -37,6 +36,7 @@ from lightning_distkit.core.zero import (
 from lightning_distkit.core.zero.checkpoint_folder import existing, replacing
 from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies import WRONG_MIRROR
+from lightning_distkit.strategies.checkpoint_file import load_mapped
 from lightning_distkit.strategies.zero_checkpoints import ShardedCheckpoints, read, refuse_other_shapes
 from lightning_distkit.strategies.zero_stages import ShardedParameters, Stage, WholeParameters
 
@@ -251,21 +251,12 @@ class ZeroStrategy(DDPStrategy):
             self._sharded.wait()
         if existing(path).is_dir():
             return read(path, bool(weights_only), self.root_device)
-        # Mapped, not read: each rank then reads its own part only.
-        if type(self.checkpoint_io) is TorchCheckpointIO and path.is_file() and zipfile.is_zipfile(path):
-            loaded: dict[str, Any] = torch.load(
-                path,
-                map_location="cpu",
-                mmap=True,
-                weights_only=bool(weights_only) if weights_only is not None else False,
-            )
-            return loaded
-        try:
-            return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        except Exception as error:
-            if not path.is_file():
-                raise
-            raise RuntimeError(f"{path} cannot be read as a checkpoint; it may be truncated: {error}") from error
+        return load_mapped(
+            checkpoint_path,
+            weights_only,
+            self.checkpoint_io,
+            lambda: super(ZeroStrategy, self).load_checkpoint(checkpoint_path, weights_only=weights_only),
+        )
 
     def on_train_start(self) -> None:
         super().on_train_start()

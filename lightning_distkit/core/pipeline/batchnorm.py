@@ -128,6 +128,15 @@ def convert(module: M) -> M:
     return module
 
 
+def revert(module: M) -> M:
+    """Undo `convert`, in place."""
+    for each in module.modules():
+        if isinstance(each, DeferredBatchNorm):
+            each.__class__ = next(plain for plain, deferred in _DEFERRED.items() if deferred is type(each))
+            vars(each).pop("_pending", None)
+    return module
+
+
 def begin(module: nn.Module) -> None:
     """Call it before the first micro-batch of a batch."""
     for each in _deferred(module):

@@ -1,0 +1,134 @@
+"""The first stage's batch, and its random state, for all stages of a pipe.
+
+Every rank has a data loader of its own. Where that shuffles or augments by chance, each would have another batch: the
+first stage would see one and the loss of the last be of another. So would random numbers that a step draws, for a mix of
+samples or a dropout outside of the pipe. What is sent here settles both, before the step.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_distkit.core.collectives import Group
+
+_SMALL = 2**16  # bytes of a tensor that travels in the envelope
+
+
+class SharedBatches:
+    """Gives every rank of a pipe what rank 0 has.
+
+    Args:
+        group: the pipe's ranks.
+        control: the same ones, for messages on the CPU: a gloo group, or ``group`` if that is one.
+        device: where large tensors travel.
+    """
+
+    def __init__(self, group: Group, control: Group, device: torch.device) -> None:
+        self._group = group
+        self._control = control
+        self._device = device
+
+    def share(self, batch: Any) -> Any:
+        """Rank 0's batch on every rank; its own tensors on rank 0. From then on all draw the same random numbers.
+
+        Collective.
+
+        Args:
+            batch: any nest; what is in an object that is unknown to torch's pytree is pickled with it.
+
+        Raises:
+            PeerError: a rank is lost.
+        """
+        if self._group.world_size == 1:
+            return batch
+        if self._group.rank == 0:
+            self._broadcast_object((pytree.tree_map(_stand_in, batch), random_state(self._device)))
+            for leaf in pytree.tree_leaves(batch):
+                if _is_large(leaf):
+                    self._broadcast(leaf.detach().contiguous())
+            return batch
+        received, state = self._broadcast_object(None)
+        set_random_state(state, self._device)
+        return pytree.tree_map(self._filled, received)  # in the same order
+
+    def _broadcast_object(self, value: Any) -> Any:
+        is_first = self._group.rank == 0
+        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if is_first else torch.empty(0)
+        length = torch.tensor([message.numel()])
+        self._control.broadcast_(length).wait()
+        if not is_first:
+            message = torch.empty(int(length), dtype=torch.uint8)
+        self._control.broadcast_(message).wait()
+        return value if is_first else pickle.loads(message.numpy())
+
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        group = self._control if tensor.device.type == "cpu" else self._group
+        if tensor.dtype is torch.bool:
+            group.broadcast_(tensor.view(torch.uint8)).wait()
+        else:
+            group.broadcast_(tensor).wait()
+        return tensor
+
+    def _filled(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Large):
+            return self._broadcast(leaf.empty(self._device))
+        return leaf.tensor.to(self._device) if isinstance(leaf, _OfDevice) else leaf
+
+
+def _stand_in(leaf: Any) -> Any:
+    """What travels in the envelope."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if _is_large(leaf):
+        return _Large(leaf)
+    return leaf.detach().clone() if leaf.device.type == "cpu" else _OfDevice(leaf.detach().cpu())
+
+
+class _Large:
+    """A tensor that is sent by itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.is_on_cpu = tensor.device.type == "cpu"
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.is_on_cpu else device)
+
+
+class _OfDevice:
+    """A small tensor that belongs on the rank's device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _is_large(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.nbytes > _SMALL
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of all generators that a step may draw from: torch's on the CPU and ``device``, Python's, and numpy's if in use."""
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type not in ("cpu", "meta"):
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    if "numpy" in sys.modules:
+        state["numpy"] = sys.modules["numpy"].random.get_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on as from `random_state`."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    if "device" in state:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
