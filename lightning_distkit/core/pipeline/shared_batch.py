@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.pipeline.frames import as_bytes
 
 _SMALL = 2**16  # bytes of a tensor that travels in the envelope
 
@@ -70,10 +71,7 @@ class SharedBatches:
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         group = self._control if tensor.device.type == "cpu" else self._group
-        if tensor.dtype is torch.bool:
-            group.broadcast_(tensor.view(torch.uint8)).wait()
-        else:
-            group.broadcast_(tensor).wait()
+        group.broadcast_(as_bytes(tensor)).wait()  # gloo does not know every dtype
         return tensor
 
     def _filled(self, leaf: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.pipeline.frames import as_bytes
 from lightning_distkit.core.pipeline.materialise import _children_first, _give_memory, _reset_of
 from lightning_distkit.core.pipeline.materialise import check as check_meta
 
@@ -63,8 +64,7 @@ def even_out(module: nn.Module, sequential: nn.Sequential, own: Collection[str],
 
 def _broadcast(tensor: Tensor, world: Group) -> None:
     message = tensor.detach().to("cpu").contiguous()
-    as_bytes = message.view(torch.uint8) if message.dtype is torch.bool else message
-    world.broadcast_(as_bytes).wait()
+    world.broadcast_(as_bytes(message)).wait()  # gloo does not know every dtype
     if message.data_ptr() != tensor.data_ptr():
         tensor.copy_(message)
 
