@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,8 +26,8 @@ from lightning_distkit.core.collectives import Group, says_that_a_peer_is_lost, 
 from lightning_distkit.core.compression import HOOKS
 from lightning_distkit.core.compression.hook import check_hook
 from lightning_distkit.core.ledger import Ledger
-from lightning_distkit.core.pipeline.dist import DistributedPipe
 from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES
+from lightning_distkit.core.pipeline.dist import DistributedPipe
 from lightning_distkit.core.pipeline.merged_state import merged
 from lightning_distkit.core.pipeline.partition import resolve_balance
 from lightning_distkit.core.pipeline.shared_batch import SharedBatches
@@ -58,7 +57,7 @@ class PipeStrategy(DDPStrategy):
         module: path of the `nn.Sequential`; by default what the LightningModule's ``configure_pipeline()`` returns (the
             path, or the part), or else the only one.
         pipeline_parallel_size: number of stages; by default all ranks.
-        data_parallel_size: number of such pipes, each with batches of its own; by default as many as there are ranks for.
+        data_parallel_size: number of such pipes, each with batches of its own; by default as many as ranks allow.
         data_parallel_hook: how gradients travel between these: a name in `lightning_distkit.core.compression.HOOKS`, or
             a function as for DDP's ``register_comm_hook``, or it with its state: ``(state, hook)``.
         data_parallel_hook_arguments: for the state of a hook that is named, as ``{"matrix_approximation_rank": 2}``.
@@ -368,13 +367,14 @@ class PipeStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         state: dict[str, Any] = self.lightning_module.state_dict()
-        if self._part is None:
-            return state
-        part = self._part
-        return self._merged(state, lambda path: part.owner(path[0]), adds_keys=False)
+        if self._part is not None:
+            part = self._part
+            state = self._merged(state, lambda path: part.owner(path[0]), adds_keys=False)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._merged(getattr(optimizer, "_optimizer", optimizer).state_dict())
+        state: dict[str, Any] = self._merged(getattr(optimizer, "_optimizer", optimizer).state_dict())
+        return state
 
     def _merged(self, nest: Any, owner: Any = None, adds_keys: bool = True) -> Any:
         """The whole on rank 0."""
@@ -396,11 +396,6 @@ class PipeStrategy(DDPStrategy):
             self.checkpoint_io,
             lambda: super(PipeStrategy, self).load_checkpoint(checkpoint_path, weights_only=weights_only),
         )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        with warnings.catch_warnings():  # into other stages' placeholders nothing is copied, as is right
-            warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

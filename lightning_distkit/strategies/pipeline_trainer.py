@@ -43,7 +43,7 @@ def average_models(callbacks: Iterable[Any]) -> list[nn.Module]:
     found: list[nn.Module] = []
     for callback in callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
-            average = callback._average_model
+            average: Any = callback._average_model
             if average is not None:
                 found.append(average.module if isinstance(callback, WeightAveraging) else average)
     return found

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
-    ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )

@@ -132,7 +132,9 @@ def revert(module: M) -> M:
     """Undo `convert`, in place."""
     for each in module.modules():
         if isinstance(each, DeferredBatchNorm):
-            each.__class__ = next(plain for plain, deferred in _DEFERRED.items() if deferred is type(each))
+            each.__class__ = next(  # type: ignore[assignment]
+                plain for plain, deferred in _DEFERRED.items() if deferred is type(each)
+            )
             vars(each).pop("_pending", None)
     return module
 

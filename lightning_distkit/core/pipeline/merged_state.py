@@ -1,7 +1,7 @@
 """States of which each stage has a part, made whole on the first: of modules, optimizers, and copies of them.
 
-Every rank has a nest of dicts and lists; the parts of other stages are tensors on the meta device there, or keys that are
-missing. Tensors come one at a time, so that beyond the whole there is never more than one under way.
+Every rank has a nest of dicts and lists; the parts of other stages are tensors on the meta device there, or keys that
+are missing. Tensors come one at a time, so that beyond the whole there is never more than one under way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def merged(nest: Any, group: Group, owner: Callable[[Path], int | None] | None =
     Args:
         group: the pipe's ranks, for messages on the CPU.
         owner: of a path the rank to take it from, if that is known.
-        adds_keys: take what stands under keys that rank 0 has not. Dicts with such keys, numbers, are put in their order.
+        adds_keys: take what stands under keys that rank 0 has not. Where all keys are numbers, they are put in order.
     """
     if group.world_size == 1:
         return nest
@@ -92,7 +92,7 @@ def _receive(what: str, shape: Any, dtype: Any, source: int, group: Group) -> An
     if what == _HERE:
         return group.receive(torch.empty(shape, dtype=dtype), source)
     length = group.receive(torch.zeros(1, dtype=torch.int64), source)
-    return pickle.loads(group.receive(torch.empty(int(length), dtype=torch.uint8), source).numpy())
+    return pickle.loads(group.receive(torch.empty(int(length), dtype=torch.uint8), source).numpy().tobytes())
 
 
 class _Taken:

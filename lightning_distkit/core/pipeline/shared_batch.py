@@ -1,8 +1,8 @@
 """The first stage's batch, and its random state, for all stages of a pipe.
 
 Every rank has a data loader of its own. Where that shuffles or augments by chance, each would have another batch: the
-first stage would see one and the loss of the last be of another. So would random numbers that a step draws, for a mix of
-samples or a dropout outside of the pipe. What is sent here settles both, before the step.
+first stage would see one and the loss of the last be of another. So it is with random numbers that a step draws, for a
+mix of samples or a dropout outside of the pipe. What is sent here settles both, before the step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SharedBatches:
         if not is_first:
             message = torch.empty(int(length), dtype=torch.uint8)
         self._control.broadcast_(message).wait()
-        return value if is_first else pickle.loads(message.numpy())
+        return value if is_first else pickle.loads(bytes(message.numpy()))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         group = self._control if tensor.device.type == "cpu" else self._group
@@ -113,7 +113,7 @@ def _is_large(leaf: Any) -> bool:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Of all generators that a step may draw from: torch's on the CPU and ``device``, Python's, and numpy's if in use."""
+    """Of all generators that a step may draw from: torch's of the CPU and ``device``, Python's, numpy's if in use."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type not in ("cpu", "meta"):
         state["device"] = torch.get_device_module(device).get_rng_state(device)

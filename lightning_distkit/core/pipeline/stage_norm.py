@@ -72,4 +72,4 @@ class StageGradScaler(torch.amp.GradScaler):
     def hand_back(self) -> None:
         """Make it an ordinary one again."""
         del self.stages, self.device
-        self.__class__ = torch.amp.GradScaler
+        self.__class__ = torch.amp.GradScaler  # type: ignore[assignment]

@@ -1,9 +1,9 @@
 """A pipe inside a larger module, which keeps its shape on every rank.
 
 The `nn.Sequential` stays where it is, under its names; what its ``forward`` does is done by a `DistributedPipe`. The
-parameters of other stages become placeholders on the meta device, which take no memory: so names, their order, parameter
-groups and the numbers of their parameters are those of the whole module on every rank, and whoever builds an optimizer,
-a summary or a copy need not know of the pipe.
+parameters of other stages become placeholders on the meta device, which take no memory: so names, their order, and the
+numbers of parameters in an optimizer are those of the whole module on every rank, and whoever makes an optimizer, a
+summary or a copy need not know of the pipe.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.pipeline.batchnorm import revert
@@ -155,9 +156,10 @@ class PipeWithin:
         stage_of = [stage for stage, count in enumerate(self.pipe.balance) for _ in range(count)]
         self._stage_of = dict(zip(names, stage_of, strict=True))
         for name in self.pipe._modules:  # it may have put others in their places
-            found._modules[name] = self.pipe._modules[name]
+            setattr(found, name, self.pipe._modules[name])
         self._inside = self._counted_at()
         self._originals: dict[Placeholder, nn.Parameter] = {}
+        self._handles: list[RemovableHandle] = []
         self._let_go()
         self.entrance = _Entrance(self.pipe, found)
         found.forward = self.entrance  # type: ignore[method-assign]
@@ -173,7 +175,7 @@ class PipeWithin:
         prefix = f"{self.path}." if self.path else ""
         if not key.startswith(prefix):
             return None
-        layer = key[len(prefix) :].split(".")[0]
+        layer = key[len(prefix) :].split(".", maxsplit=1)[0]
         return self.rank_of(layer) if layer in self._stage_of else None
 
     def outside(self) -> list[nn.Parameter]:
@@ -223,6 +225,7 @@ class PipeWithin:
                         made[parameter] = Placeholder.of(parameter, owner)
                     each._parameters[key] = made[parameter]
                 _let_go_of_buffers(each, owner)
+                self._handles.append(each.register_load_state_dict_pre_hook(_load_nothing))
         for parameter, placeholder in made.items():
             self._inside[placeholder] = self._inside.pop(parameter)
             if not parameter.is_meta:
@@ -244,6 +247,7 @@ class PipeWithin:
                             made[parameter] = Placeholder.of(parameter, owner)
                         each._parameters[key] = made[parameter]
                 _let_go_of_buffers(each, owner)
+                each.register_load_state_dict_pre_hook(_load_nothing)
 
     def _is_own(self, layer: str) -> bool:
         return self.rank_of(layer) == self.pipe.rank
@@ -253,6 +257,8 @@ class PipeWithin:
     def abandon(self) -> None:
         """Take the pipe out and leave other stages' layers as they are: not collective."""
         vars(self.sequential).pop("forward", None)
+        for handle in self._handles:
+            handle.remove()
         revert(self.sequential)
 
     @torch.no_grad()
@@ -301,6 +307,14 @@ def _let_go_of_buffers(module: nn.Module, owner: str) -> None:
     for key, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[key] = _Absent.of(buffer, owner)
+
+
+def _load_nothing(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What is loaded into a placeholder need only have its shape."""
+    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+        given = state_dict.get(prefix + key)
+        if isinstance(tensor, _Absent) and isinstance(given, Tensor):
+            state_dict[prefix + key] = given.to("meta")
 
 
 _Header = list[tuple[str, str, bool, torch.Size, torch.dtype]]
