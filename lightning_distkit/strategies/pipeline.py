@@ -30,12 +30,14 @@ from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES
 from lightning_distkit.core.pipeline.dist import DistributedPipe
 from lightning_distkit.core.pipeline.merged_state import merged
 from lightning_distkit.core.pipeline.partition import resolve_balance
+from lightning_distkit.core.pipeline.schedules import SCHEDULES
 from lightning_distkit.core.pipeline.shared_batch import SharedBatches
 from lightning_distkit.core.pipeline.stage_norm import StageGradScaler, clip_grad_norm_, grad_norm
 from lightning_distkit.core.pipeline.starting_values import even_out, is_whole
 from lightning_distkit.core.pipeline.within import PipeWithin, find_sequential
 from lightning_distkit.strategies import WRONG_MIRROR
 from lightning_distkit.strategies.checkpoint_file import load_mapped
+from lightning_distkit.strategies.pipeline_steps import MicroSteps
 from lightning_distkit.strategies.pipeline_trainer import average_models, check_trainer, sync_metrics
 
 Size = int | Literal["auto"]
@@ -53,7 +55,13 @@ class PipeStrategy(DDPStrategy):
     After an exception it stays in parts as well, and may be fitted again.
 
     Args:
-        chunks, checkpoint, deferred_batch_norm, balance, schedule, outputs: as in `DistributedPipe`.
+        chunks, checkpoint, deferred_batch_norm, balance, n_stages_per_rank: as in `DistributedPipe`.
+        schedule: "gpipe": a ``training_step`` runs on every rank with the pipe's output for the whole batch. "1f1b" and
+            "interleaved_1f1b": in automatic optimization it runs once for each micro-batch, and fewer activations are
+            held. It must then call the `nn.Sequential` once, and return a mean over the micro-batch; the batch's loss is
+            the mean over its rows, or of what the module's ``micro_batch_weight(batch)`` counts. Attributes that it sets
+            are set on the last stage.
+        outputs: "all", as every rank computes the loss.
         module: path of the `nn.Sequential`; by default what the LightningModule's ``configure_pipeline()`` returns (the
             path, or the part), or else the only one.
         pipeline_parallel_size: number of stages; by default all ranks.
@@ -80,6 +88,7 @@ class PipeStrategy(DDPStrategy):
         *,
         balance: str | Sequence[int] = "auto",
         schedule: str = "gpipe",
+        n_stages_per_rank: int = 1,
         outputs: str = "all",
         module: str | None = None,
         pipeline_parallel_size: Size = "auto",
@@ -98,7 +107,7 @@ class PipeStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        _check_arguments(chunks, checkpoint, schedule, outputs)
+        _check_arguments(chunks, checkpoint, schedule, n_stages_per_rank, outputs)
         for name, size in (
             ("pipeline_parallel_size", pipeline_parallel_size),
             ("data_parallel_size", data_parallel_size),
@@ -120,6 +129,7 @@ class PipeStrategy(DDPStrategy):
             "checkpoint": checkpoint,
             "deferred_batch_norm": deferred_batch_norm,
             "schedule": schedule,
+            "n_stages_per_rank": n_stages_per_rank,
             "outputs": outputs,
         }
         self._balance = balance
@@ -137,6 +147,7 @@ class PipeStrategy(DDPStrategy):
         self._stages: Group | None = None
         self._part: PipeWithin | None = None
         self._batches: SharedBatches | None = None
+        self._steps: MicroSteps | None = None
         self._restore_metrics: Callable[[], None] | None = None
         self._is_accumulating = False
         self.comm_state: Any = None  # of the data_parallel_hook, in the fit under way or the last one
@@ -240,6 +251,9 @@ class PipeStrategy(DDPStrategy):
         batches = SharedBatches(self._stages, self._control, self.root_device)
         batches.share(None)  # layers around the pipe draw the same numbers from here on
         self._batches = batches if self._share_batches else None
+        if is_fitting and self._pipe_arguments["schedule"] != "gpipe":
+            assert self._part is not None
+            self._steps = MicroSteps(module, self._part, self._stages, self._control, self.root_device)
 
     def _apply_layer_sync(self, is_fitting: bool) -> None:
         if not is_fitting or not self._layer_sync or self.data_parallel_size == 1:
@@ -256,13 +270,15 @@ class PipeStrategy(DDPStrategy):
         if given is None and callable(configure := getattr(module, "configure_pipeline", None)):
             given = configure()
         path, sequential = find_sequential(module, given)
-        n_stages = self.pipeline_parallel_size
+        n_ranks = self.pipeline_parallel_size
+        n_stages = n_ranks * int(self._pipe_arguments["n_stages_per_rank"])
         balance = self._balance
         own: list[str] = []
         if not is_whole(module):  # then layers go to where they will be
             balance = resolve_balance("size" if isinstance(balance, str) else balance, sequential, n_stages)
-            stage = self.global_rank % n_stages
-            own = list(sequential._modules)[sum(balance[:stage]) : sum(balance[: stage + 1])]
+            stage_of = [stage for stage, count in enumerate(balance) for _ in range(count)]
+            names = zip(sequential._modules, stage_of, strict=True)
+            own = [name for name, stage in names if stage % n_ranks == self.global_rank % n_ranks]
         even_out(module, sequential, own, self._everyone)
         self._part = PipeWithin(module, path, lambda found: self._make_pipe(found, balance))
         self._part.pipe.also_average(self._part.outside())
@@ -303,6 +319,13 @@ class PipeStrategy(DDPStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         batch = super().batch_to_device(batch, device, dataloader_idx)
         return self._batches.share(batch) if self._batches is not None else batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._steps is None or self.lightning_module is None or not self.lightning_module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        with self.precision_plugin.train_step_context():
+            return self._steps.run(args, scaler.get_scale() if scaler is not None else 1.0)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None]:
@@ -351,9 +374,13 @@ class PipeStrategy(DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if group is None and self._mesh is not None:
-            group = self._data_group
-        return super().all_gather(tensor, group, sync_grads)
+        if self._mesh is None or group not in (None, dist.group.WORLD):  # which LightningModule names by default
+            return super().all_gather(tensor, group, sync_grads)
+        if sync_grads:
+            return super().all_gather(tensor, self._data_group, sync_grads)
+        gathered = [torch.empty_like(tensor) for _ in range(self.data_parallel_size)]
+        dist.all_gather(gathered, tensor.detach().contiguous(), group=self._data_group)
+        return torch.stack(gathered)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  Lightning's name
         if self._everyone is None:
@@ -417,7 +444,8 @@ class PipeStrategy(DDPStrategy):
             scaler.hand_back()
         if self._restore_metrics is not None:
             self._restore_metrics()
-        part, self._part, self._batches, self._restore_metrics = self._part, None, None, None
+        part, self._part = self._part, None
+        self._batches, self._steps, self._restore_metrics = None, None, None
         if part is not None and (self._has_failed or self._control is None):
             part.abandon()
         elif part is not None:
@@ -439,14 +467,15 @@ class PipeStrategy(DDPStrategy):
         return f"<{type(self).__name__}, {self._pipe_arguments['schedule']}. {WRONG_MIRROR}>"
 
 
-def _check_arguments(chunks: Any, checkpoint: str, schedule: str, outputs: str) -> None:
+def _check_arguments(chunks: Any, checkpoint: str, schedule: str, n_stages_per_rank: int, outputs: str) -> None:
     """Here and now, not in every process later."""
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ValueError(f"chunks must be a positive integer, got {chunks!r}")
     if checkpoint not in CHECKPOINT_MODES:
         raise ValueError(f"checkpoint must be one of {', '.join(map(repr, CHECKPOINT_MODES))}, got {checkpoint!r}")
-    if schedule != "gpipe":
-        raise ValueError(f'schedule must be "gpipe", got {schedule!r}')
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
+    SCHEDULES[schedule](1, 1, n_stages_per_rank)
     if outputs != "all":
         raise ValueError(f'outputs must be "all", as every rank computes the loss, got {outputs!r}')
 

@@ -186,6 +186,10 @@ class PipeWithin:
         """Whether this is the rank on which the parameter counts in a sum over all stages; each has one."""
         return self._inside.get(parameter, 0) == self.pipe.rank
 
+    def average_when_done(self) -> None:
+        """Called within a backward: average gradients over the data replicas at its end."""
+        self.pipe._averaging.queue()
+
     def _counted_at(self) -> dict[Tensor, int]:
         """Of each parameter of the pipe the rank on which it counts: the first that has it."""
         counted: dict[Tensor, int] = {}
