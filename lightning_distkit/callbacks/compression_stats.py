@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -13,6 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_distkit.callbacks.compression_figure import Layer, compression_figure, need_matplotlib
+from lightning_distkit.callbacks.folder import folder_of
 from lightning_distkit.core.compression import CommState
 from lightning_distkit.core.compression.measurement import LayerMeasurement, total
 from lightning_distkit.core.ledger import Counts
@@ -132,7 +132,7 @@ class CompressionStatsLogger(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.figure or not self.history or getattr(trainer, "fast_dev_run", False):
             return
-        path = self._folder(trainer) / "compression.png"  # on every rank: Lightning has them agree on its log_dir
+        path = folder_of(trainer) / "compression.png"
         if not trainer.is_global_zero:
             return
         layers = [
@@ -145,12 +145,6 @@ class CompressionStatsLogger(Callback):
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure("compression", figure, global_step=trainer.global_step)
-
-    @staticmethod
-    def _folder(trainer: Trainer) -> Path:
-        """Where checkpoints are, or would be."""
-        checkpoints = getattr(trainer.checkpoint_callback, "dirpath", None)
-        return Path(checkpoints or trainer.log_dir or trainer.default_root_dir)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}

@@ -150,6 +150,7 @@ class PipeStrategy(DDPStrategy):
         self._steps: MicroSteps | None = None
         self._restore_metrics: Callable[[], None] | None = None
         self._is_accumulating = False
+        self._is_in_parts = False  # and stays so
         self.comm_state: Any = None  # of the data_parallel_hook, in the fit under way or the last one
 
     # -- the ranks
@@ -270,6 +271,8 @@ class PipeStrategy(DDPStrategy):
         if given is None and callable(configure := getattr(module, "configure_pipeline", None)):
             given = configure()
         path, sequential = find_sequential(module, given)
+        tensors = (*module.parameters(), *module.buffers())
+        self._is_in_parts = any(each.is_meta and getattr(each, "never_here", True) for each in tensors)
         n_ranks = self.pipeline_parallel_size
         n_stages = n_ranks * int(self._pipe_arguments["n_stages_per_rank"])
         balance = self._balance
@@ -353,6 +356,11 @@ class PipeStrategy(DDPStrategy):
             if parameter.grad is not None:
                 self._stages.broadcast_(parameter.grad).wait()
 
+    def over_stages(self, value: Any) -> list[Any]:
+        """What every rank of this pipe gave, in their order: the same on each. Collective."""
+        assert self._control is not None
+        return self._control.everyones(value, torch.device("cpu"))
+
     def grad_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients that ``optimizer`` has, over all stages: the same on every rank. Collective."""
         assert self._part is not None
@@ -397,6 +405,8 @@ class PipeStrategy(DDPStrategy):
         if self._part is not None:
             part = self._part
             state = self._merged(state, lambda path: part.owner(path[0]), adds_keys=False)
+        elif not is_whole(self.lightning_module):  # after a fit, or an exception in one
+            state = self._merged(state, adds_keys=False)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -412,7 +422,7 @@ class PipeStrategy(DDPStrategy):
         return merged(nest, self._control, owner, adds_keys)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if self._part is not None:  # what callbacks have put into it may be in parts
+        if self._control is not None:  # what callbacks have put into it may be in parts
             checkpoint = self._merged(checkpoint, adds_keys=False)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -451,7 +461,9 @@ class PipeStrategy(DDPStrategy):
         elif part is not None:
             assert self._control is not None
             self._optimizer_state_to_cpu()
-            part.restore(self._control, range(self._control.world_size))
+            # One that was made on meta is too large for a rank; but a launcher that forks takes rank 0's to its process.
+            of_all = range(self._control.world_size)
+            part.restore(self._control, of_all if not self._is_in_parts else of_all[: self._start_method != "popen"])
         super().teardown()
 
     def _optimizer_state_to_cpu(self) -> None:

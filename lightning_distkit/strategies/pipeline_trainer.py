@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
@@ -30,6 +32,9 @@ def check_trainer(trainer: Any, module: LightningModule) -> None:
         raise MisconfigurationException(
             "with a pipe the whole LightningModule cannot be compiled: compile layers of the nn.Sequential instead"
         )
+    if trainer.strategy.data_parallel_size == 1:
+        # Lightning counts ranks, and all of them log the same.
+        warnings.filterwarnings("ignore", "It is recommended to use .*sync_dist=True", PossibleUserWarning)
     for logger in trainer.loggers:
         if getattr(logger, "_log_graph", False):
             raise MisconfigurationException(

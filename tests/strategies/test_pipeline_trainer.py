@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_distkit import PipeStrategy
-from lightning_distkit.core.pipeline.within import Placeholder
+from lightning_distkit.core.pipeline.placeholder import Placeholder
 from tests.ranks import RankDied, run_ranks
 from tests.strategies.pipe_modules import Net, loader, metrics, one_device, trainer, weights
 
@@ -75,14 +75,22 @@ def test_all_stages_see_the_first_ones_batch_and_draw_its_random_numbers(tmp_pat
     assert not torch.equal(first[0][1], first[0][5])
 
 
+class Marked(list[Tensor]):
+    """A batch that tells whose it is."""
+
+    rank: int
+
+
 class Told(Net):
-    """Loads the same batches on every rank itself, and shows that none was sent: the names are its own."""
+    """Loads the same batches on every rank itself, and shows that none was sent."""
 
-    def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> list[Any]:
-        return [*batch, self.global_rank]
+    def on_after_batch_transfer(self, batch: list[Tensor], dataloader_idx: int) -> Marked:
+        marked = Marked(batch)
+        marked.rank = self.global_rank
+        return marked
 
-    def training_step(self, batch: list[Any], batch_idx: int) -> Tensor:
-        assert batch[2] == self.global_rank
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert batch.rank == self.global_rank
         return super().training_step(batch, batch_idx)
 
 

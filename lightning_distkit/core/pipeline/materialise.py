@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
+from lightning_distkit.core.pipeline.placeholder import Absent
+
 
 def check(module: nn.Module) -> None:
     """
@@ -21,7 +23,7 @@ def check(module: nn.Module) -> None:
     """
     for name, each in module.named_modules():
         own = [*each.named_parameters(recurse=False), *each.named_buffers(recurse=False)]
-        lost = [key for key, tensor in own if tensor.is_meta]
+        lost = [key for key, tensor in own if tensor.is_meta and not isinstance(tensor, Absent)]
         if lost and _reset_of(each) is None and not _is_reset_above(module, name):
             raise ValueError(
                 f"what is on the meta device must be initialised by reset_parameters of its module, but "
@@ -33,7 +35,8 @@ def check(module: nn.Module) -> None:
 @torch.no_grad()
 def materialise(module: nn.Sequential, own: Collection[str], device: torch.device) -> None:
     """Give memory on ``device`` to those children of ``module`` that are named in ``own`` and are on meta, in place."""
-    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+    tensors = (*module.parameters(), *module.buffers())
+    if not any(tensor.is_meta and not isinstance(tensor, Absent) for tensor in tensors):
         return
     tied: dict[nn.Parameter, nn.Parameter] = {}
     for name, layer in module.named_children():

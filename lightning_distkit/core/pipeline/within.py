@@ -8,7 +8,7 @@ summary or a copy need not know of the pipe.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.pipeline.batchnorm import revert
 from lightning_distkit.core.pipeline.dist import DistributedPipe
+from lightning_distkit.core.pipeline.placeholder import Absent, Placeholder
 
 
 def find_sequential(module: nn.Module, given: str | nn.Module | None = None) -> tuple[str, nn.Sequential]:
@@ -66,51 +67,6 @@ def _outermost(module: nn.Module) -> dict[str, nn.Sequential]:
 
 def _is_plain(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
-
-
-class _Absent(Tensor):
-    """A tensor that another rank has: shape and dtype on the meta device. Moving it does nothing."""
-
-    owner: str  # for errors
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.equal:  # how Lightning finds out whether an optimizer has a parameter
-            return args[0] is args[1]
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in (Tensor.to, Tensor.cpu, Tensor.cuda) and isinstance(args[0], _Absent):
-                dtype = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))[1] if func is Tensor.to else None
-                return args[0] if dtype in (None, args[0].dtype) else torch.empty_like(args[0], dtype=dtype)
-            try:
-                return func(*args, **(kwargs or {}))
-            except (RuntimeError, NotImplementedError) as error:
-                which = next((each.owner for each in args if isinstance(each, _Absent)), None)
-                if which is None or "meta" not in str(error).lower():
-                    raise
-                raise RuntimeError(
-                    f"a tensor of a layer must be used on the rank that has it, but this one belongs to {which}; call "
-                    f"the whole nn.Sequential that is the pipe, not its layers: {error}"
-                ) from error
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            memo[id(self)] = type(self).of(self, self.owner)
-        return memo[id(self)]
-
-    @classmethod
-    def of(cls, tensor: Tensor, owner: str) -> Any:
-        """What stands for ``tensor``, with what others may have marked it with."""
-        with torch._C.DisableTorchFunctionSubclass():
-            made = Tensor._make_subclass(cls, torch.empty_like(tensor, device="meta"), tensor.requires_grad)
-        made.__dict__.update(vars(tensor))
-        made.owner = owner
-        return made
-
-
-class Placeholder(_Absent, nn.Parameter):
-    """A parameter that another rank has: no memory, and never a gradient."""
 
 
 class _Entrance:
@@ -261,6 +217,7 @@ class PipeWithin:
     def abandon(self) -> None:
         """Take the pipe out and leave other stages' layers as they are: not collective."""
         vars(self.sequential).pop("forward", None)
+        self.pipe.also_average(())
         for handle in self._handles:
             handle.remove()
         revert(self.sequential)
@@ -310,14 +267,14 @@ class PipeWithin:
 def _let_go_of_buffers(module: nn.Module, owner: str) -> None:
     for key, buffer in module._buffers.items():
         if buffer is not None:
-            module._buffers[key] = _Absent.of(buffer, owner)
+            module._buffers[key] = Absent.of(buffer, owner)
 
 
 def _load_nothing(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """What is loaded into a placeholder need only have its shape."""
     for key, tensor in (*module._parameters.items(), *module._buffers.items()):
         given = state_dict.get(prefix + key)
-        if isinstance(tensor, _Absent) and isinstance(given, Tensor):
+        if isinstance(tensor, Absent) and isinstance(given, Tensor):
             state_dict[prefix + key] = given.to("meta")
 
 
