@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_distkit.core.pipeline.dist import DistributedPipe
 from lightning_distkit.core.pipeline.engine import Event
 from lightning_distkit.core.pipeline.schedules import Action
 from lightning_distkit.core.pipeline.timeline import Slot, Timeline, bubble_on_paper
+from lightning_distkit.strategies.pipeline import PipeStrategy
 
 Stages = list[list[Event]]  # of each rank of the pipe, seconds since a moment that is the same for all
 
@@ -35,8 +37,8 @@ class PipelineTimeline(Callback):
     ==================================  =============================================================================
 
     At the end of fit there are ``pipeline.png``, and ``pipeline_trace.json`` for chrome://tracing or
-    https://ui.perfetto.dev, beside the checkpoints. At other steps nothing is done. Times are those of the host: on CUDA
-    those of launching.
+    https://ui.perfetto.dev, beside the checkpoints. At other steps nothing is done. Times are those of the host: on
+    CUDA those of launching.
 
     Args:
         every_n_steps: optimizer steps between two records.
@@ -74,7 +76,7 @@ class PipelineTimeline(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if (trainer.global_step + 1) % self.every_n_steps == 0 or self.every_n_steps == 1:
             pipe = _pipe(trainer)
-            trainer.strategy.over_stages(None)  # hosts have clocks of their own: this moment is the same for all
+            _strategy(trainer).over_stages(None)  # hosts have clocks of their own: this moment is the same for all
             self._began = perf_counter()
             pipe.record = True
 
@@ -84,12 +86,9 @@ class PipelineTimeline(Callback):
         pipe = _pipe(trainer)
         if not pipe.record:
             return
-        own = [
-            Event(each.kind, each.stage, each.micro_batch, each.begin - self._began, each.end - self._began, each.waited)
-            for each in pipe.events
-        ]
+        own = [replace(each, begin=each.begin - self._began, end=each.end - self._began) for each in pipe.events]
         pipe.record = False
-        self._stages = trainer.strategy.over_stages(own)
+        self._stages = _strategy(trainer).over_stages(own)
         self.timeline = Timeline(tuple(tuple(map(_slot, filter(_is_compute, its))) for its in self._stages))
         n_micro_batches = 1 + max((each.micro_batch for each in own if _is_compute(each)), default=0)
         self._on_paper = bubble_on_paper(pipe.n_ranks, n_micro_batches, pipe.n_stages // pipe.n_ranks)
@@ -150,10 +149,15 @@ def _slot(event: Event) -> Slot:
     return Slot(Action(kind, event.stage, event.micro_batch), event.begin + event.waited, event.end)
 
 
-def _pipe(trainer: Any) -> DistributedPipe:
-    pipe = getattr(trainer.strategy, "pipe", None)
-    if not isinstance(pipe, DistributedPipe):
+def _strategy(trainer: Trainer) -> PipeStrategy:
+    if not isinstance(trainer.strategy, PipeStrategy):
         raise MisconfigurationException(
             f'PipelineTimeline sees what a pipe does: Trainer(strategy="pipe"), got {type(trainer.strategy).__name__}'
         )
+    return trainer.strategy
+
+
+def _pipe(trainer: Trainer) -> DistributedPipe:
+    pipe = _strategy(trainer).pipe
+    assert pipe is not None
     return pipe

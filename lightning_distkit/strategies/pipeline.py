@@ -58,9 +58,9 @@ class PipeStrategy(DDPStrategy):
         chunks, checkpoint, deferred_batch_norm, balance, n_stages_per_rank: as in `DistributedPipe`.
         schedule: "gpipe": a ``training_step`` runs on every rank with the pipe's output for the whole batch. "1f1b" and
             "interleaved_1f1b": in automatic optimization it runs once for each micro-batch, and fewer activations are
-            held. It must then call the `nn.Sequential` once, and return a mean over the micro-batch; the batch's loss is
-            the mean over its rows, or of what the module's ``micro_batch_weight(batch)`` counts. Attributes that it sets
-            are set on the last stage.
+            held. It must then call the `nn.Sequential` once, and return a mean over the micro-batch; the batch's loss
+            is the mean over its rows, or over what the module's ``micro_batch_weight(batch)`` counts. Attributes that
+            it sets are set on the last stage.
         outputs: "all", as every rank computes the loss.
         module: path of the `nn.Sequential`; by default what the LightningModule's ``configure_pipeline()`` returns (the
             path, or the part), or else the only one.
@@ -461,7 +461,7 @@ class PipeStrategy(DDPStrategy):
         elif part is not None:
             assert self._control is not None
             self._optimizer_state_to_cpu()
-            # One that was made on meta is too large for a rank; but a launcher that forks takes rank 0's to its process.
+            # One that was made on meta is too large for a rank; but a launcher that forks takes rank 0's with it.
             of_all = range(self._control.world_size)
             part.restore(self._control, of_all if not self._is_in_parts else of_all[: self._start_method != "popen"])
         super().teardown()

@@ -1,9 +1,9 @@
 """One training step as one step for each micro-batch, so that backwards begin before all forwards are done.
 
-The user's ``training_step`` runs on the last stage, once for each micro-batch, when the pipe's output for it is there. On
-the first stage it runs up to where it calls the pipe, and is left there. The other stages do not run it. All gradients are
-made within, set aside, and added to ``.grad`` when the Trainer calls the loss's backward: by then it has zeroed the old
-ones. What was logged is averaged over the micro-batches by their weights, and logged once on every rank.
+The user's ``training_step`` runs on the last stage, once for each micro-batch, when the pipe's output for it is there.
+On the first stage it runs up to where it calls the pipe, and is left there. The other stages do not run it. All
+gradients are made within, set aside, and added to ``.grad`` when the Trainer calls the loss's backward: by then it has
+zeroed the old ones. What was logged is averaged over the micro-batches by their weights, and logged once on every rank.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ class MicroSteps:
         steps = _Steps(self._module, self._part, [(each, *args[1:]) for each in batches], streams)
         inputs = self._inputs(steps)
         own = [*pipe.parameters(), *outside]
-        with parking.set_aside(own) as made:
-            with pipe.no_sync():
-                loss = pipe.micro_batch_loss(inputs, loss=steps.finish, weights=weights, scale=scale)
-                if loss.requires_grad:
-                    loss.backward(torch.full_like(loss, scale))  # so all of them stay scaled until they are due
+        with parking.set_aside(own) as made, pipe.no_sync():
+            loss = pipe.micro_batch_loss(inputs, loss=steps.finish, weights=weights, scale=scale)
+            if loss.requires_grad:
+                loss.backward(torch.full_like(loss, scale))  # so all of them stay scaled until they are due
         self._sum_over_stages(made, outside)
         streams.end()
         told = self._told(steps, weights)
         steps.take_metrics(told["metrics"], self._device)
         for name, value, arguments in told["logs"]:
             self._module.log(name, steps.loggable(value, self._device), **arguments)
-        due = Due.apply(loss.detach(), torch.empty(0, requires_grad=True), self._part, made, scale)
+        anchor = torch.empty(0, requires_grad=True)
+        due: Tensor = Due.apply(loss.detach(), anchor, self._part, made, scale)  # type: ignore[no-untyped-call]
         if told["extra"] is None:
             return due
         return {**pytree.tree_map_only(Tensor, lambda each: each.to(self._device), told["extra"]), "loss": due}
@@ -103,7 +103,9 @@ class MicroSteps:
         """What a micro-batch counts in the mean: its rows, or what the module says."""
         if callable(weigh := getattr(self._module, "micro_batch_weight", None)):
             return float(weigh(batch))
-        return float(next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()))
+        return float(
+            next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+        )
 
     def _inputs(self, steps: _Steps) -> list[Any]:
         """Of each micro-batch what the pipe is called with; elsewhere than on the first stage what stands for it."""
@@ -115,7 +117,8 @@ class MicroSteps:
             try:
                 found = [steps.begin(i) for i in range(len(steps))]
                 word = [
-                    [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(each) if _wants_grad(leaf)] for each in found
+                    [(leaf.shape, leaf.dtype) for leaf in pytree.tree_leaves(each) if _wants_grad(leaf)]
+                    for each in found
                 ]
             except Exception as raised:
                 error, word = raised, f"{type(raised).__name__} on the first stage: {raised}"
@@ -145,12 +148,14 @@ class Due(torch.autograd.Function):
     """The loss; its backward adds the gradients that are due, times what comes to it."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, anchor: Tensor, part: PipeWithin, made: dict[Any, Tensor], scale: float) -> Tensor:
+    def forward(
+        ctx: Any, loss: Tensor, anchor: Tensor, part: PipeWithin, made: dict[Any, Tensor], scale: float
+    ) -> Tensor:
         ctx.part, ctx.made, ctx.scale = part, made, scale
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         made, ctx.made = ctx.made, {}
         factor = float(grad) / ctx.scale
         if factor != 1:
@@ -161,7 +166,7 @@ class Due(torch.autograd.Function):
         return None, None, None, None, None
 
 
-class _AtThePipe(BaseException):  # noqa: N818  # no `except Exception` of a step is to stop it
+class _AtThePipe(BaseException):  # no `except Exception` of a step is to stop it
     def __init__(self, args: Any, kwargs: Any) -> None:
         super().__init__()
         self.inputs = (args, kwargs)
@@ -214,8 +219,8 @@ class _Steps:
             n_calls += 1
             if n_calls > 1:
                 raise ValueError(
-                    'with schedule="1f1b" every training_step must call the nn.Sequential once, but one called it again; '
-                    'use schedule="gpipe"'
+                    'with schedule="1f1b" every training_step must call the nn.Sequential once, but one called it '
+                    'again; use schedule="gpipe"'
                 )
             return output
 
@@ -314,8 +319,12 @@ def _together(its: Sequence[tuple[float, Any, dict[str, Any]]], reduce_fx: Any) 
         return {key: _together([(w, v[key], a) for w, v, a in its], reduce_fx) for key in its[0][1]}
     values = torch.stack([torch.as_tensor(value).detach().cpu().to(torch.float64) for _, value, _ in its])
     how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
-    if how in ("min", "max", "sum", "amin", "amax"):
-        total = {"min": values.amin, "amin": values.amin, "max": values.amax, "amax": values.amax, "sum": values.sum}[how](0)
+    if how in ("min", "amin"):
+        total = values.amin(0)
+    elif how in ("max", "amax"):
+        total = values.amax(0)
+    elif how == "sum":
+        total = values.sum(0)
     else:
         weights = torch.tensor([weight for weight, _, _ in its], dtype=torch.float64)
         total = (values * weights.view(-1, *[1] * (values.dim() - 1))).sum(0) / weights.sum()
@@ -364,5 +373,3 @@ class _Streams:
     def end(self) -> None:
         """All stages go on alike."""
         set_random_state(self._after, self._device)
-
-

@@ -31,9 +31,7 @@ class Deep(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(8))
-        )
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(8)))
 
     def configure_pipeline(self) -> nn.Sequential:
         return self.layers
@@ -70,7 +68,9 @@ def measured(schedule: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_each_rank_holds_its_stage_and_the_activations_that_the_schedule_predicts(schedule: str, tmp_path: Path) -> None:
+def test_each_rank_holds_its_stage_and_the_activations_that_the_schedule_predicts(
+    schedule: str, tmp_path: Path
+) -> None:
     n_stages = 4
     results = run_ranks(n_stages, measured, schedule, tmp_path)
     first = results[0]
@@ -117,7 +117,7 @@ def test_the_bubbles_share_is_that_of_the_time_in_which_stages_do_nothing() -> N
 
 
 def test_what_they_cannot_watch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(MisconfigurationException, match=r'PipelineTimeline sees what a pipe does: Trainer\(strategy="pipe"'):
+    with pytest.raises(MisconfigurationException, match=r'sees what a pipe does: Trainer\(strategy="pipe"'):
         one_device(tmp_path, callbacks=[PipelineTimeline()]).fit(Deep())
     for make in (PipelineTimeline, MemoryMonitor):
         with pytest.raises(ValueError, match="every_n_steps must be a whole number of at least 1, got 0"):

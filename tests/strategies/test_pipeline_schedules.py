@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from lightning_distkit import PipeStrategy
 from tests.ranks import run_ranks
 from tests.strategies.pipe_modules import CLASSES, Net, metrics, one_device, trainer, weights
-from tests.strategies.test_pipeline import KINDS, Result, trained
+from tests.strategies.test_pipeline import Result, trained
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
