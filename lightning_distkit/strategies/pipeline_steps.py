@@ -327,6 +327,8 @@ def _together(its: Sequence[tuple[float, Any, dict[str, Any]]], reduce_fx: Any) 
         total = values.sum(0)
     else:
         weights = torch.tensor([weight for weight, _, _ in its], dtype=torch.float64)
+        counted = weights > 0 if bool((weights > 0).any()) else torch.ones_like(weights, dtype=torch.bool)
+        weights, values = weights[counted], values[counted]  # a mean over nothing is NaN
         total = (values * weights.view(-1, *[1] * (values.dim() - 1))).sum(0) / weights.sum()
     return total.to(torch.get_default_dtype())
 
