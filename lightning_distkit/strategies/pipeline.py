@@ -73,7 +73,7 @@ class PipeStrategy(DDPStrategy):
             loaders of all stages must give the same batches, and steps must draw the same random numbers.
         sync_replicated: whether the gradients of layers around the pipe are made the first stage's on all stages. By
             default where kernels may add in any order: on CUDA, unless torch uses deterministic algorithms.
-        save_distributed_checkpoint: write a folder, each rank its own part, in place of one file.
+        save_distributed_checkpoint: False: rank 0 writes one file.
         process_group_backend, timeout, start_method, and those before: as in `DDPStrategy`.
 
     Raises:
@@ -114,6 +114,10 @@ class PipeStrategy(DDPStrategy):
         ):
             if size != "auto" and not (isinstance(size, int) and size > 0):
                 raise ValueError(f'{name} must be a whole number of at least 1, or "auto", got {size!r}')
+        if save_distributed_checkpoint:
+            raise ValueError(
+                "save_distributed_checkpoint must be False, as rank 0 writes the whole checkpoint, one tensor at a time"
+            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -138,7 +142,6 @@ class PipeStrategy(DDPStrategy):
         self._make_hook = _hook_maker(data_parallel_hook, data_parallel_hook_arguments or {})
         self._share_batches = share_batches
         self._sync_replicated = sync_replicated
-        self._is_sharded = save_distributed_checkpoint
         self._has_failed = False
         self._mesh: DeviceMesh | None = None
         self._world: dist.ProcessGroup | None = None  # that the groups below are parts of
@@ -460,15 +463,11 @@ class PipeStrategy(DDPStrategy):
             part.abandon()
         elif part is not None:
             assert self._control is not None
-            self._optimizer_state_to_cpu()
+            _optimizers_to_device(self.optimizers, torch.device("cpu"))  # before the module is whole again
             # One that was made on meta is too large for a rank; but a launcher that forks takes rank 0's with it.
             of_all = range(self._control.world_size)
             part.restore(self._control, of_all if not self._is_in_parts else of_all[: self._start_method != "popen"])
         super().teardown()
-
-    def _optimizer_state_to_cpu(self) -> None:
-        """Before the module is whole again."""
-        _optimizers_to_device(self.optimizers, torch.device("cpu"))
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -137,6 +137,30 @@ def test_validate_fit_test_predict_with_any_number_of_rows_in_any_order(tmp_path
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
+class Normalised(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.insert(1, nn.BatchNorm1d(16))
+
+
+def normalised(folder: Path) -> list[tuple[Any, int, dict[str, Tensor]]]:
+    result = []
+    for deferred in (True, False):
+        net = Normalised()
+        strategy = PipeStrategy(2, deferred_batch_norm=deferred)
+        trainer(strategy, folder, num_sanity_val_steps=0).fit(net, loader(16, batch_size=8))
+        result.append((type(net.layers[1]), int(net.layers[1].num_batches_tracked), weights(net)))
+    return result
+
+
+def test_batch_norm_counts_batches_if_deferred_and_is_a_plain_layer_afterwards(tmp_path: Path) -> None:
+    first, second = run_ranks(2, normalised, tmp_path)
+    assert [each[:2] for each in first] == [(nn.BatchNorm1d, 2), (nn.BatchNorm1d, 4)]
+    assert [each[:2] for each in second] == [each[:2] for each in first]
+    for ours, theirs in zip(first, second, strict=True):
+        torch.testing.assert_close(ours[2], theirs[2], rtol=0, atol=0)
+
+
 class TwoParts(Net):
     def __init__(self) -> None:
         super().__init__()

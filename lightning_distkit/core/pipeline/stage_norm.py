@@ -53,6 +53,7 @@ class StageGradScaler(torch.amp.GradScaler):
 
     stages: Group
     device: torch.device
+    before: type[torch.amp.GradScaler]
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -66,10 +67,12 @@ class StageGradScaler(torch.amp.GradScaler):
     @classmethod
     def take_over(cls, scaler: Any, stages: Group, device: torch.device) -> None:
         """Make of a scaler, in place, one that asks all stages."""
+        before = type(scaler)
         scaler.__class__ = cls
-        scaler.stages, scaler.device = stages, device
+        scaler.stages, scaler.device, scaler.before = stages, device, before
 
     def hand_back(self) -> None:
         """Make it an ordinary one again."""
-        del self.stages, self.device
-        self.__class__ = torch.amp.GradScaler  # type: ignore[assignment]
+        before = self.before
+        del self.stages, self.device, self.before
+        self.__class__ = before  # type: ignore[assignment]
