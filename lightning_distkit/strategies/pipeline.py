@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -22,12 +23,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import LBFGS, Optimizer
 
-from lightning_distkit.core.collectives import Group, says_that_a_peer_is_lost, what_happened
+from lightning_distkit.core.collectives import Group, PeerError, says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.compression import HOOKS
 from lightning_distkit.core.compression.hook import check_hook
 from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES
 from lightning_distkit.core.pipeline.dist import DistributedPipe
+from lightning_distkit.core.pipeline.lost import RollCall
 from lightning_distkit.core.pipeline.merged_state import merged
 from lightning_distkit.core.pipeline.partition import resolve_balance
 from lightning_distkit.core.pipeline.schedules import SCHEDULES
@@ -37,6 +39,7 @@ from lightning_distkit.core.pipeline.starting_values import even_out, is_whole
 from lightning_distkit.core.pipeline.within import PipeWithin, find_sequential
 from lightning_distkit.strategies import WRONG_MIRROR
 from lightning_distkit.strategies.checkpoint_file import load_mapped
+from lightning_distkit.strategies.pipeline_folder import is_folder, load_folder, save_folder
 from lightning_distkit.strategies.pipeline_steps import MicroSteps
 from lightning_distkit.strategies.pipeline_trainer import average_models, check_trainer, sync_metrics
 
@@ -73,7 +76,8 @@ class PipeStrategy(DDPStrategy):
             loaders of all stages must give the same batches, and steps must draw the same random numbers.
         sync_replicated: whether the gradients of layers around the pipe are made the first stage's on all stages. By
             default where kernels may add in any order: on CUDA, unless torch uses deterministic algorithms.
-        save_distributed_checkpoint: False: rank 0 writes one file.
+        save_distributed_checkpoint: write a folder, each rank its own part, in place of one file. Only this strategy
+            reads it, with any number of stages.
         process_group_backend, timeout, start_method, and those before: as in `DDPStrategy`.
 
     Raises:
@@ -114,10 +118,6 @@ class PipeStrategy(DDPStrategy):
         ):
             if size != "auto" and not (isinstance(size, int) and size > 0):
                 raise ValueError(f'{name} must be a whole number of at least 1, or "auto", got {size!r}')
-        if save_distributed_checkpoint:
-            raise ValueError(
-                "save_distributed_checkpoint must be False, as rank 0 writes the whole checkpoint, one tensor at a time"
-            )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -142,6 +142,7 @@ class PipeStrategy(DDPStrategy):
         self._make_hook = _hook_maker(data_parallel_hook, data_parallel_hook_arguments or {})
         self._share_batches = share_batches
         self._sync_replicated = sync_replicated
+        self._saves_folders = save_distributed_checkpoint
         self._has_failed = False
         self._mesh: DeviceMesh | None = None
         self._world: dist.ProcessGroup | None = None  # that the groups below are parts of
@@ -150,6 +151,7 @@ class PipeStrategy(DDPStrategy):
         self._stages: Group | None = None
         self._part: PipeWithin | None = None
         self._batches: SharedBatches | None = None
+        self._roll_call: RollCall | None = None
         self._steps: MicroSteps | None = None
         self._restore_metrics: Callable[[], None] | None = None
         self._is_accumulating = False
@@ -224,7 +226,8 @@ class PipeStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self.lightning_module is not None and not is_whole(self.lightning_module)
+        # The parts of a folder are read when it is known which are needed.
+        return self._saves_folders or (self.lightning_module is not None and not is_whole(self.lightning_module))
 
     def setup(self, trainer: Any) -> None:
         assert self.accelerator is not None
@@ -252,6 +255,7 @@ class PipeStrategy(DDPStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         assert self._stages is not None
         assert self._control is not None
+        self._roll_call = RollCall(self._control)
         batches = SharedBatches(self._stages, self._control, self.root_device)
         batches.share(None)  # layers around the pipe draw the same numbers from here on
         self._batches = batches if self._share_batches else None
@@ -405,6 +409,8 @@ class PipeStrategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         state: dict[str, Any] = self.lightning_module.state_dict()
+        if self._saves_folders:
+            return state
         if self._part is not None:
             part = self._part
             state = self._merged(state, lambda path: part.owner(path[0]), adds_keys=False)
@@ -413,29 +419,57 @@ class PipeStrategy(DDPStrategy):
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        state: dict[str, Any] = self._merged(getattr(optimizer, "_optimizer", optimizer).state_dict())
-        return state
+        state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
+        return state if self._saves_folders else self._merged(state)
 
     def _merged(self, nest: Any, owner: Any = None, adds_keys: bool = True) -> Any:
         """The whole on rank 0."""
-        if self._control is None or self.global_rank >= self.pipeline_parallel_size:  # of another data replica
+        if self._control is None or not self._is_first_replica:
             return nest
-        if sys.exc_info()[1] is not None:  # as when OnExceptionCheckpoint saves: a rank may be alone with its exception
-            self._control.meet("saving a checkpoint after an exception", timedelta(seconds=30))
+        self._meet_after_an_exception()
         return merged(nest, self._control, owner, adds_keys)
 
+    @property
+    def _is_first_replica(self) -> bool:
+        return self.global_rank < self.pipeline_parallel_size
+
+    def _meet_after_an_exception(self) -> None:
+        """As when OnExceptionCheckpoint saves: a rank may be alone with its exception."""
+        if sys.exc_info()[1] is not None and self._control is not None:
+            self._control.meet("saving a checkpoint after an exception", timedelta(seconds=30))
+
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if self._saves_folders and self._control is not None:
+            if self._is_first_replica:
+                self._meet_after_an_exception()
+                save_folder(checkpoint, Path(filepath), self._control)
+            return
         if self._control is not None:  # what callbacks have put into it may be in parts
             checkpoint = self._merged(checkpoint, adds_keys=False)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        if is_folder(checkpoint_path):
+            return load_folder(Path(checkpoint_path), bool(weights_only), self._is_here)
         return load_mapped(
             checkpoint_path,
             weights_only,
             self.checkpoint_io,
             lambda: super(PipeStrategy, self).load_checkpoint(checkpoint_path, weights_only=weights_only),
         )
+
+    def _is_here(self, name: str) -> bool:
+        """Whether what has this name in a folder is needed on this rank."""
+        if self._part is None:
+            return True
+        kind, rest = name.split(".", 1)
+        if kind == "model":
+            return self._part.owner(rest) in (None, self._part.pipe.rank)
+        n, number, _ = rest.split(".", 2)
+        if int(n) >= len(self.optimizers):
+            return False
+        parameters = [each for group in self.optimizers[int(n)].param_groups for each in group["params"]]
+        return int(number) < len(parameters) and not parameters[int(number)].is_meta
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
@@ -447,8 +481,19 @@ class PipeStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._has_failed = True  # so others may be anywhere, and nothing that needs them may follow
-        if isinstance(exception, RuntimeError) and says_that_a_peer_is_lost(exception):
-            exception.args = (what_happened(exception, self.global_rank, self.world_size),)
+        is_peer = isinstance(exception, PeerError)
+        if is_peer or (isinstance(exception, RuntimeError) and says_that_a_peer_is_lost(exception)):
+            said = str(exception) if is_peer else what_happened(exception, self.global_rank, self.world_size)
+            exception.args = (f"{self._who_is_lost()}{said}",)
+
+    def _who_is_lost(self) -> str:
+        """Names the stages of this pipe whose processes are gone, if any is; for an error."""
+        if self._roll_call is None:
+            return ""
+        first = self.global_rank - self.global_rank % self.pipeline_parallel_size
+        gone = self._roll_call.missing()
+        named = ", ".join(f"stage {each} (rank {first + each})" for each in gone)
+        return f"{named} {'is' if len(gone) == 1 else 'are'} gone. " if gone else ""
 
     def teardown(self) -> None:
         plugin = self.precision_plugin
@@ -457,7 +502,9 @@ class PipeStrategy(DDPStrategy):
             scaler.hand_back()
         if self._restore_metrics is not None:
             self._restore_metrics()
-        part, self._part = self._part, None
+        if self._roll_call is not None:
+            self._roll_call.close()
+        part, self._part, self._roll_call = self._part, None, None
         self._batches, self._steps, self._restore_metrics = None, None, None
         if part is not None and (self._has_failed or self._control is None):
             part.abandon()

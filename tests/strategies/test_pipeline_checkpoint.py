@@ -201,3 +201,43 @@ def refused(folder: Path) -> str:
 def test_a_foreign_checkpoint_is_the_usual_error_on_every_rank(of_three_stages: Path) -> None:
     for said in run_ranks(2, refused, of_three_stages):
         assert "size mismatch for layers.2.weight" in said
+
+
+def in_a_folder(folder: Path, path: Path | None, save_as: str) -> tuple[dict[str, Tensor], int]:
+    """Trains an epoch more, and saves in parts at the start and at the end: what it held of the file."""
+    net = Scheduled()
+    strategy = PipeStrategy(3, save_distributed_checkpoint=True)
+    arguments = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2, "callbacks": [SaveAtStart()]}
+    fit = trainer(strategy, folder, max_epochs=4 if path else 2, **arguments)
+    read = 0
+
+    class Reads(pl.Callback):
+        def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+            nonlocal read
+            read = sum(value.nbytes for value in checkpoint["state_dict"].values() if not value.is_meta)
+
+    fit.callbacks.append(Reads())
+    fit.fit(net, ckpt_path=path)
+    fit.save_checkpoint(folder / save_as)
+    return weights(net), read
+
+
+def opened_whole(path: Path, folder: Path) -> dict[str, Tensor]:
+    """By a strategy that writes files."""
+    net = Scheduled()
+    trainer("pipe", folder).validate(net, ckpt_path=path, verbose=False)
+    return weights(net)
+
+
+def test_a_folder_is_written_and_read_by_each_rank_in_part_on_any_number_of_stages(
+    tmp_path: Path, undisturbed: Any
+) -> None:
+    run_ranks(3, in_a_folder, tmp_path, None, "half")
+    assert (tmp_path / "half" / "meta.pt").is_file()
+    results = run_ranks(2, in_a_folder, tmp_path, tmp_path / "half", "end")
+    whole = sum(value.nbytes for value in undisturbed[0].values())
+    for got, read in results:
+        torch.testing.assert_close(got, undisturbed[0], rtol=1e-6, atol=1e-6)
+        assert 0 < read < 0.8 * whole
+    for got in run_ranks(2, opened_whole, tmp_path / "end", tmp_path):
+        torch.testing.assert_close(got, results[0][0], rtol=0, atol=0)

@@ -331,14 +331,20 @@ def test_an_exception_is_every_ranks_and_the_module_may_be_fitted_again(tmp_path
         assert not any(value.is_meta for value in saved["state_dict"].values())
 
 
-def killed(folder: Path) -> tuple[str, float]:
+def killed(when: str, folder: Path) -> tuple[str, float]:
     class Dies(Net):
         def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            if self.global_rank == 2 and self.global_step == 4:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self.global_step == 4:
-                Path(f"{folder}/begin{self.global_rank}").write_text(str(time.time()))
+            self.die("in its step")
             return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.die("between steps")
+
+        def die(self, where: str) -> None:
+            if where == when and self.global_step == 4:
+                if self.global_rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                Path(f"{folder}/begin{self.global_rank}").write_text(str(time.time()))
 
     every = ModelCheckpoint(folder, filename="{step}", save_top_k=-1)  # at the end of each epoch
     try:
@@ -357,10 +363,13 @@ def goes_on(folder: Path) -> dict[str, Tensor]:
 def test_a_killed_stage_is_named_within_seconds_and_the_run_resumes_to_the_same_end(tmp_path: Path) -> None:
     net = Net()
     one_device(tmp_path, max_epochs=3).fit(net)
-    first, second, died = run_ranks(3, killed, tmp_path, return_exceptions=True, pg_timeout=60)
-    assert isinstance(died, RankDied)
-    for said, seconds in (first, second):
-        assert "stage 2 (rank 2)" in said
-        assert seconds < 15
-    for got in run_ranks(3, goes_on, tmp_path):
+    for when in ("in its step", "between steps"):
+        folder = tmp_path / when.replace(" ", "_")
+        folder.mkdir()
+        first, second, died = run_ranks(3, killed, when, folder, return_exceptions=True, pg_timeout=60)
+        assert isinstance(died, RankDied)
+        for said, seconds in (first, second):
+            assert "stage 2 (rank 2)" in said
+            assert seconds < 15
+    for got in run_ranks(3, goes_on, folder):
         torch.testing.assert_close(got, weights(net), rtol=1e-6, atol=1e-6)
