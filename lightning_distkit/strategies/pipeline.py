@@ -481,9 +481,11 @@ class PipeStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._has_failed = True  # so others may be anywhere, and nothing that needs them may follow
-        is_peer = isinstance(exception, PeerError)
-        if is_peer or (isinstance(exception, RuntimeError) and says_that_a_peer_is_lost(exception)):
-            said = str(exception) if is_peer else what_happened(exception, self.global_rank, self.world_size)
+        # Often it is not the pipe that meets the loss of a rank first, but one of Lightning's collectives.
+        if isinstance(exception, PeerError):
+            exception.args = (f"{self._who_is_lost()}{exception}",)
+        elif isinstance(exception, RuntimeError) and says_that_a_peer_is_lost(exception):
+            said = what_happened(exception, self.global_rank, self.world_size)
             exception.args = (f"{self._who_is_lost()}{said}",)
 
     def _who_is_lost(self) -> str:
