@@ -70,7 +70,7 @@ def clipped_by_value(stage: int) -> None:
     if stage == 2:
         shard_gradients(optimizer)
     module(torch.ones(7, 3), dist.get_rank()).backward()
-    with pytest.raises(ValueError, match="must be real, got torch.complex128 and torch.complex64; clip by norm"):
+    with pytest.raises(ValueError, match=r"must be real, got torch\.complex128 and torch\.complex64; clip by norm"):
         optimizer.clip_grad_value_(CLIP)
 
 
