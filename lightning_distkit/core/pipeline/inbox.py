@@ -1,12 +1,11 @@
-"""Where threads leave what they have received, and hold what is being sent."""
+"""Where threads leave what they have received, and what is known of that which is being sent."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import torch.distributed as dist
@@ -86,7 +85,7 @@ class Inbox(Generic[Frame]):
 
 
 class UnderWay:
-    """What is being sent. A thread holds it and waits for it, in order, so that its memory is free as soon as can be.
+    """What is being sent, in order of sending.
 
     Works of a device's backend do not block the host. They are waited for by `wait`, on the stream of who sent them: a
     thread's own stream would order nothing.
@@ -94,23 +93,24 @@ class UnderWay:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._messages: deque[Message] = deque()
+        self._messages: dict[Message, None] = {}
         self._not_taken: Message | None = None
-        self._works: SimpleQueue[list[dist.Work] | None] = SimpleQueue()
         self._of_streams: list[dist.Work] = []
-        threading.Thread(target=self._serve, daemon=True, name="pipe-sent").start()
 
-    def add(self, message: Message, works: list[dist.Work], of_streams: list[dist.Work]) -> None:
-        """
-        Args:
-            works: those that block the host; none if the target is lost.
-            of_streams: those that do not.
-        """
-        if of_streams:
-            self._of_streams = [work for work in self._of_streams if not work.is_completed()] + of_streams
+    def add(self, message: Message) -> None:
         with self._changed:
-            self._messages.append(message)
-        self._works.put(works)
+            self._messages[message] = None
+
+    def add_of_streams(self, works: list[dist.Work]) -> None:
+        self._of_streams = [work for work in self._of_streams if not work.is_completed()] + works
+
+    def done(self, message: Message, taken: bool) -> None:
+        with self._changed:
+            del self._messages[message]
+            if not taken and self._not_taken is None:
+                self._not_taken = message
+            if not self._messages:
+                self._changed.notify_all()
 
     def wait(self, look: Callable[[Message], float]) -> Message | None:
         """Wait for all. Returns the first message that was not taken, if one was not."""
@@ -119,34 +119,10 @@ class UnderWay:
             with self._changed:
                 if self._changed.wait_for(lambda: not self._messages, pause):
                     break
-                late = self._messages[0]
+                late = next(iter(self._messages))
             pause = look(late)
         for work in self._of_streams:
             work.wait()
         self._of_streams.clear()
         not_taken, self._not_taken = self._not_taken, None
         return not_taken
-
-    def close(self) -> None:
-        self._works.put(None)
-
-    def _serve(self) -> None:
-        while (works := self._works.get()) is not None:
-            taken = _wait_for(works)
-            del works  # or the memory of what was sent is held until something else is
-            with self._changed:
-                message = self._messages.popleft()
-                if not taken and self._not_taken is None:
-                    self._not_taken = message
-                if not self._messages:
-                    self._changed.notify_all()
-
-
-def _wait_for(works: list[dist.Work]) -> bool:
-    """Whether all was taken."""
-    try:
-        for work in works:
-            work.wait(FOREVER)
-    except RuntimeError:
-        return False
-    return bool(works)

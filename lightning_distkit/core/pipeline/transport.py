@@ -6,17 +6,17 @@ description that the channel has not had yet is sent, as the pickle. So anything
 next, and nothing is agreed on beforehand: gloo aborts the process on a message that is longer than its buffer, and
 takes a shorter one silently.
 
-Sending never blocks: what is under way is held, and waited for, by one thread. Receiving is done by one thread for each
-channel (a sender and a `Direction`). It is told what to expect when a call begins (`plan` knows), so it waits for a
-message only where one is to come, and between calls for work. It is ahead of compute by a frame, or by as many as it
-takes to reach the frame that is asked for.
+Each channel (two ranks and a `Direction`) has a thread at either end, so that compute neither sends nor waits until it
+needs something. The one that sends holds a frame until it was taken. The one that receives is told what to expect when
+a call begins (`plan` knows), so it waits for a message only where one is to come, and between calls for work. It is
+ahead of compute by a frame, or by as many as it takes to reach the frame that is asked for.
 
 Headers and pickles always travel by a gloo group of the pipe's own, payloads by the device's backend. With NCCL all
 messages between two ranks that share a communicator are done one after another on one stream, so an early receive would
 hold up every send behind it, and two ranks could wait for each other for ever. Hence there is a communicator for each
 direction and each of the two ways between ranks, and a receive is posted only when the frame's header is here: then the
-sender has queued the payload already, and nothing but the sender's own earlier payloads, in the same order here as
-there, is before it. gloo has no such order between tags.
+sender has queued the payload already (before it gave the header to its thread), and nothing but its own earlier
+payloads, in the same order here as there, is before it. gloo has no such order between tags.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Transport:
         """Start to send; never blocks, and never raises: who is lost is found by `receive` and `finish`."""
         channel = (message.target, message.direction)
         if channel not in self._outgoing:
-            self._outgoing[channel] = _Outgoing(self.ends)
-        nbytes, n_messages = self._outgoing[channel].send(message, *self._call, what, self._under_way)
+            self._outgoing[channel] = _Outgoing(self.ends, self._under_way)
+        nbytes, n_messages = self._outgoing[channel].send(message, *self._call, what)
         self._n_sent = (self._n_sent[0] + nbytes, self._n_sent[1] + n_messages)
 
     def finish(self) -> None:
@@ -135,9 +135,10 @@ class Transport:
     def close(self) -> None:
         """End the threads that wait for work."""
         self._inbox.close()
-        self._under_way.close()
-        for channel in self._incoming.values():
-            channel.close()
+        for incoming in self._incoming.values():
+            incoming.close()
+        for outgoing in self._outgoing.values():
+            outgoing.close()
 
     def is_clean(self) -> bool:
         """Whether nothing is under way, unread, or still to come."""
@@ -153,40 +154,51 @@ class Transport:
 class _Outgoing:
     """The sending end of a channel."""
 
-    def __init__(self, ends: Ends) -> None:
+    def __init__(self, ends: Ends, under_way: UnderWay) -> None:
         self._ends = ends
+        self._under_way = under_way
         self._known: dict[tuple[bytes, tuple[Description, ...]], int] = {}
+        self._work: SimpleQueue[tuple[Message, list[Tensor]] | None] = SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True, name="pipe-send").start()
 
-    def send(
-        self, message: Message, number: int, signature: int, what: Parcel | Failure, under_way: UnderWay
-    ) -> tuple[int, int]:
+    def send(self, message: Message, number: int, signature: int, what: Parcel | Failure) -> tuple[int, int]:
         """Returns the numbers of bytes and of messages."""
         status, described, pickled = self._described(what)
         tensors = [] if isinstance(what, Failure) else what.tensors
         payload = [as_bytes(tensor).to(self._ends.wire) for tensor in tensors if tensor.numel()]
-        header = _HEADER.pack(
-            number,
-            message.source,
-            message.stage,
-            message.micro_batch,
-            signature,
-            status,
-            described,
-            len(pickled),
-        )
+        of_message = (number, message.source, message.stage, message.micro_batch, signature)
+        header = _HEADER.pack(*of_message, status, described, len(pickled))
         control = [_row(bytearray(each)) for each in (header, pickled) if each]
-        tag, group = int(message.direction), self._ends.payload_group(message)
-        try:
-            works = [self._ends.control.send([row], message.target, tag) for row in control]
-            of_payload = [group.send([row], message.target, tag) for row in payload]
-        except RuntimeError:  # the target is lost
-            works, of_payload = [], []
+        group = self._ends.payload_group(message)
+        self._under_way.add(message)
         if group is self._ends.control:
-            under_way.add(message, works + of_payload, [])
-        else:
-            under_way.add(message, works, of_payload)
+            self._work.put((message, control + payload))
+        else:  # from the stream that has made them
+            sent = [group.send([row], message.target, int(message.direction)) for row in payload]
+            self._under_way.add_of_streams(sent)
+            self._work.put((message, control))
         rows = control + payload
         return sum(row.nbytes for row in rows), len(rows)
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            message, taken = work[0], self._send(*work)
+            del work  # or the memory of what was sent is held until something else is
+            self._under_way.done(message, taken)
+
+    def _send(self, message: Message, rows: list[Tensor]) -> bool:
+        """Whether it was taken; not if the target is lost."""
+        control, tag = self._ends.control, int(message.direction)
+        try:
+            works = [control.send([row], message.target, tag) for row in rows]
+            for work in works:
+                work.wait(FOREVER)
+        except RuntimeError:
+            return False
+        return True
 
     def _described(self, what: Parcel | Failure) -> tuple[int, int, bytes]:
         """Status, number of the description, and a pickle if there must be one."""
