@@ -7,12 +7,14 @@ mix of samples or a dropout outside of the pipe. What is sent here settles both,
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import random
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -45,7 +47,7 @@ class SharedBatches:
             batch: any nest; what is in an object that is unknown to torch's pytree is pickled with it.
 
         Raises:
-            PeerError: a rank is lost.
+            PeerError: rank 0 is lost.
         """
         if self._group.world_size == 1:
             return batch
@@ -63,16 +65,39 @@ class SharedBatches:
         is_first = self._group.rank == 0
         message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if is_first else torch.empty(0)
         length = torch.tensor([message.numel()])
-        self._control.broadcast_(length).wait()
+        self._give(length)
         if not is_first:
             message = torch.empty(int(length), dtype=torch.uint8)
-        self._control.broadcast_(message).wait()
+        self._give(message)
         return value if is_first else pickle.loads(bytes(message.numpy()))
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
-        group = self._control if tensor.device.type == "cpu" else self._group
-        group.broadcast_(as_bytes(tensor)).wait()  # gloo does not know every dtype
+        message = as_bytes(tensor)  # gloo does not know every dtype
+        if message.device.type == "cpu":
+            self._give(message)
+        else:
+            self._group.broadcast_(message).wait()
         return tensor
+
+    def _give(self, message: Tensor) -> None:
+        """Fill it with rank 0's on all ranks.
+
+        Rank 0 does not stop at a rank that is gone: the others would then wait for it, and not know why. It goes on
+        with them to the next call of the pipe, which says on all of them which stage it was.
+        """
+        if message.numel() == 0:
+            return
+        if self._group.rank != 0:
+            self._control.receive(message, 0)
+            return
+        sent = []
+        for rank in range(1, self._group.world_size):
+            with contextlib.suppress(RuntimeError):
+                sent.append(dist.isend(message, group=self._control.process_group, group_dst=rank))
+        for work in sent:
+            with contextlib.suppress(RuntimeError):
+                assert work is not None
+                work.wait()
 
     def _filled(self, leaf: Any) -> Any:
         if isinstance(leaf, _Large):
