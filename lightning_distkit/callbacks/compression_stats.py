@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,8 +13,8 @@ from torch import Tensor
 from lightning_distkit.callbacks.compression_figure import Layer, compression_figure, need_matplotlib
 from lightning_distkit.callbacks.folder import folder_of
 from lightning_distkit.core.compression import CommState
-from lightning_distkit.core.compression.measurement import LayerMeasurement, total
-from lightning_distkit.core.ledger import Counts
+from lightning_distkit.core.compression.measurement import LayerMeasurement
+from lightning_distkit.core.compression.statistics import Statistics
 
 
 class CompressionStatsLogger(Callback):
@@ -65,8 +64,7 @@ class CompressionStatsLogger(Callback):
         self.prog_bar = prog_bar
         self.history: list[dict[str, float]] = []  # what was logged, with "step"; the same on every rank but for times
         self.layers: dict[str, LayerMeasurement] = {}  # of the last logged step; the same on every rank
-        self._before = Counts()
-        self._n_before = 0
+        self._statistics: Statistics | None = None
         self._step = 0  # optimizer steps that are done
         self._increment = 1  # of them in the last batch: several where there are several optimizers
 
@@ -80,7 +78,7 @@ class CompressionStatsLogger(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         state = _state(trainer)
-        self._before, self._n_before = state.ledger.total, state.ledger.n_steps
+        self._statistics = Statistics(state)
         self._step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -98,28 +96,10 @@ class CompressionStatsLogger(Callback):
         self._step = trainer.global_step
 
     def _log(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        state = _state(trainer)
+        assert self._statistics is not None
         names: dict[Tensor, str] = {parameter: name for name, parameter in pl_module.named_parameters()}
-        measurement, state.last_measurement = state.last_measurement, None
-        if measurement is not None:
-            self.layers = {names[p]: layer for p, layer in measurement.over_ranks(state.group).items()}
-        now, n_steps = state.ledger.total, state.ledger.n_steps
-        n_since = max(1, n_steps - self._n_before)
-        sent, whole = (getattr(now, name) - getattr(self._before, name) for name in ("nbytes", "nbytes_whole"))
-        metrics: dict[str, float] = {
-            "rate": whole / sent if sent else math.inf if whole else 1.0,
-            "nbytes": sent / n_since,
-            "total_nbytes": float(now.nbytes),
-            "computing_ms": 1e3 * (now.computed_s - self._before.computed_s) / n_since,
-            "waiting_ms": 1e3 * (now.waited_s - self._before.waited_s) / n_since,
-        }
-        overall = total(self.layers.values())
-        if measurement is not None and self.layers and math.isfinite(overall.wanted):  # else the step was not finite
-            metrics |= {"relative_error": overall.relative_error, "error_norm": math.sqrt(overall.error)}
-            if self.per_layer:
-                compressed = {name: layer for name, layer in self.layers.items() if layer.is_compressed}
-                metrics |= {f"relative_error/{name}": layer.relative_error for name, layer in compressed.items()}
-        self._before, self._n_before = now, n_steps
+        metrics = self._statistics.collect(names, self.per_layer)
+        self.layers = self._statistics.layers
         self.history.append({"step": trainer.global_step, **metrics})
         named = {f"compression/{name}": value for name, value in metrics.items()}
         for logger in trainer.loggers:

@@ -33,6 +33,7 @@ from lightning_distkit.core.zero import (
     sharding_of,
     sync_buffers,
 )
+from lightning_distkit.core.zero.arguments import check_stage
 from lightning_distkit.core.zero.checkpoint_folder import existing, replacing
 from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies import WRONG_MIRROR
@@ -86,18 +87,14 @@ class ZeroStrategy(DDPStrategy):
         timeout: timedelta = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        if stage not in (1, 2, 3):
-            raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}; plain data parallelism is strategy='ddp'")
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb!r}")
-        of_stage_3: dict[str, Any] = {
-            "mixed_precision": mixed_precision,
-            "reshard_after_forward": reshard_after_forward,
-        }
-        of_stage_3["policy"] = None if policy == "auto" else policy
-        for name, value in of_stage_3.items() if stage < 3 else {"bucket_cap_mb": bucket_cap_mb}.items():
-            if value is not None:
-                raise ValueError(f"{name} says nothing in stage {stage}; leave it out")
+        check_stage(
+            stage,
+            bucket_cap_mb=bucket_cap_mb,
+            policy=policy,
+            mixed_precision=mixed_precision,
+            reshard_after_forward=reshard_after_forward,
+            without="strategy='ddp'",
+        )
         if asynchronous_checkpoint and not save_distributed_checkpoint:
             raise ValueError(
                 "asynchronous_checkpoint needs save_distributed_checkpoint=True, as only then each rank has its part "

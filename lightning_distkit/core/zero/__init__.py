@@ -6,6 +6,8 @@ https://arxiv.org/abs/1910.02054.
 
 from lightning_distkit.core.zero.checkpoint_folder import is_sharded_checkpoint as is_sharded_checkpoint
 from lightning_distkit.core.zero.checkpoint_folder import read_sharded_checkpoint as read_sharded_checkpoint
+from lightning_distkit.core.zero.clipping import clip_grad_norm_ as clip_grad_norm_
+from lightning_distkit.core.zero.clipping import clip_grad_value_ as clip_grad_value_
 from lightning_distkit.core.zero.convert import convert_sharded_checkpoint as convert_sharded_checkpoint
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer as DTensorOptimizer
 from lightning_distkit.core.zero.estimate import MemoryEstimate as MemoryEstimate

@@ -8,7 +8,7 @@ the whole parameter, on the one rank that owns it, if it needs whole matrices.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from typing import Any, cast
@@ -204,11 +204,15 @@ class DTensorOptimizer(Optimizer):
 
     # -- norms
 
-    def _shards(self) -> list[Tensor]:
-        """This rank's shards with their gradients, those without elements left out."""
+    def pieces(self, params: Iterable[Tensor] | None = None) -> list[Tensor]:
+        """This rank's shards with their gradients, those without elements left out.
+
+        Args:
+            params: of which of the parameters; of all by default.
+        """
         self._drop_unused()
         shards = []
-        for param in self.params:
+        for param in self.params if params is None else params:
             if param.grad is not None and (shard := local(param)).numel():
                 shard.grad = local(param.grad)
                 shards.append(shard)
@@ -217,23 +221,26 @@ class DTensorOptimizer(Optimizer):
     @torch.no_grad()
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector: a plain scalar, the same on every rank (pytorch#170862)."""
-        grads = [shard.grad for shard in self._shards() if shard.grad is not None]
+        grads = [shard.grad for shard in self.pieces() if shard.grad is not None]
         dtype = reduce(torch.promote_types, (param.dtype for param in self.params), torch.float32)
-        return norm.total(grads, norm_type, self._group_of_shards(), self.device, dtype)
+        return norm.total(grads, norm_type, self.group_of_shards(), self.device, dtype)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on whole gradients; returns the norm before, the same on every rank."""
         total = self.grad_norm(norm_type)
-        norm.clip_(self._shards(), max_norm, total, error_if_nonfinite)
+        norm.clip_(self.pieces(), max_norm, total, error_if_nonfinite)
         return total
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
         """As ``torch.nn.utils.clip_grad_value_`` on whole gradients, which must be real: a ValueError on every rank."""
-        norm.clip_values_(self._shards(), clip_value, (param.dtype for param in self.params))
+        norm.clip_values_(self.pieces(), clip_value, (param.dtype for param in self.params))
 
-    def _group_of_shards(self) -> Group:
+    def edited(self) -> None:
+        """Nothing to do: what the shards' gradients are is what is stepped."""
+
+    def group_of_shards(self) -> Group:
         """The ranks that have one shard each; of a mesh with replicas, those of this rank's replica."""
         for param in self.params:
             if isinstance(param, DTensor):

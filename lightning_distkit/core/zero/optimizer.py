@@ -308,10 +308,19 @@ class ZeroOptimizer(Optimizer):
 
     # -- norms
 
-    def pieces(self) -> list[Tensor]:
-        """What this rank steps, the mean of the gradients in ``.grad``; those without a gradient left out."""
+    def pieces(self, params: Iterable[Tensor] | None = None) -> list[Tensor]:
+        """What this rank steps, the mean of the gradients in ``.grad``; those without a gradient left out.
+
+        Args:
+            params: of which of the parameters; of all by default.
+        """
         self.reduce_gradients()
-        return [piece for piece in self._pieces.values() if piece.grad is not None]
+        pieces = self._pieces.values() if params is None else [self._pieces.get(param) for param in params]
+        return [piece for piece in pieces if piece is not None and piece.grad is not None]
+
+    def edited(self) -> None:
+        """Say that the gradients of `pieces` were changed, so that nobody reduces the whole ones over them."""
+        self._gradients.edited()
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients as one vector: a scalar, the same on every rank."""

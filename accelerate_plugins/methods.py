@@ -1,0 +1,93 @@
+"""What every plugin changes of ``accelerate.Accelerator``: a mixin that stands before the user's class."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import accelerate
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from torch import nn
+
+from accelerate_plugins.plugin import Plugin
+from lightning_distkit.core.collectives import Group
+
+logger = logging.getLogger(__name__)
+
+
+class PluginMethods(accelerate.Accelerator):
+    """Public methods of `accelerate.Accelerator` as a plugin has them; see `accelerator.construct`.
+
+    All of them but `unwrap_model` are to be called on every rank.
+    """
+
+    plugin: Plugin
+    group: Group  # all ranks, or a world of one; its ledger counts what ZeRO sends
+
+    def adopt(self, plugin: Plugin) -> None:
+        """Become the Accelerator of ``plugin``, once, when all else is constructed. Collective.
+
+        Raises:
+            ValueError: on every rank, if it is not the same on all.
+        """
+        self.plugin = plugin
+        self.group = Group.of(None) if self.use_distributed else Group()
+        what = {"plugin": type(plugin).__name__, **plugin.agreement()}
+        self.group.agree("the Accelerator's plugin", what, self.device)
+        self.register_save_state_pre_hook(lambda models, weights, output_dir: self.save_own_state(output_dir))
+        self.register_load_state_pre_hook(self.load_own_state)
+
+    def save_own_state(self, output_dir: str) -> None:
+        """Write what Accelerate does not know of; collective."""
+
+    def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
+        """Read what `save_own_state` has written; collective.
+
+        Args:
+            models: those that Accelerate is going to load; what is loaded here is to be taken out of the list.
+        """
+
+    # Models go first, whatever the order of the arguments: optimizers are made of what the models then have.
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        placements = device_placement if device_placement is not None else [None] * len(args)
+        prepared = [
+            self.prepare_model(each, device_placement=placement) if isinstance(each, nn.Module) else each
+            for each, placement in zip(args, placements, strict=False)
+        ]
+        return super().prepare(*prepared, *args[len(prepared) :], device_placement=device_placement)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        location = super().save_state(output_dir, safe_serialization, **kwargs)
+        self.wait_for_everyone()  # or a rank reads, or ends the others by leaving, while one still writes
+        return location
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        # Mapped, not read, and not to the device: of what is saved whole, a rank may need a part.
+        load_kwargs = {"mmap": True, **(load_kwargs or {})}
+        super().load_state(input_dir, load_kwargs, **{"map_location": "cpu", **kwargs})
+        # It is in a file of each rank; one that was not there before has none, and would accumulate out of step.
+        self.step = self.group.everyones(self.step, self.device)[0]
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        is_even = self.even_batches if even_batches is None else even_batches
+        if not is_even and self.num_processes > 1:
+            raise ValueError(
+                f"join_uneven_inputs(even_batches=False) cannot work with {type(self.plugin).__name__}: every rank has "
+                "a part in every step, so one that is out of data cannot be stood in for. Leave even_batches=True, "
+                "which repeats rows until all ranks have as many batches, or drop_last=True in the DataLoader"
+            )
+        yield
+
+    def refuse_comm_hook(self) -> None:
+        """Raise a ValueError if the user's DDP settings have a hook of their own."""
+        handler: DistributedDataParallelKwargs | None = self.ddp_handler
+        if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"comm_hook={handler.comm_hook} of DistributedDataParallelKwargs cannot be had beside "
+                f"{type(self.plugin).__name__}, which reduces the gradients itself; take one of them out"
+            )

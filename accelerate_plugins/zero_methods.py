@@ -1,0 +1,262 @@
+"""ZeRO in Accelerate: no wrapper around the model; the optimizer that `prepare` returns reduces, clips and saves."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate_plugins.methods import PluginMethods
+from accelerate_plugins.zero import ZeroPlugin
+from lightning_distkit.core.ledger import Ledger
+from lightning_distkit.core.zero import (
+    DTensorOptimizer,
+    GradScaler,
+    ZeroOptimizer,
+    check_initialisable,
+    clip_grad_norm_,
+    clip_grad_value_,
+    initialise,
+    load_module_full_state_dict,
+    module_full_state_dict,
+    shard_gradients,
+    shard_parameters,
+    sync_buffers,
+    sync_module_states,
+)
+
+Sharded = ZeroOptimizer | DTensorOptimizer
+
+
+class ZeroMethods(PluginMethods):
+    """What `ZeroPlugin` changes in stages 1 and 2, where parameters stay whole."""
+
+    plugin: ZeroPlugin
+
+    def adopt(self, plugin: Any) -> None:
+        super().adopt(plugin)
+        self._sharded: list[tuple[Optimizer, Sharded]] = []  # what the user has made, and what is in its place
+
+    @property
+    def ledger(self) -> Ledger:
+        """What this rank sent."""
+        return self.group.ledger
+
+    # -- preparing
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        if getattr(model, "_is_accelerate_prepared", False) or evaluation_mode:
+            return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
+        self.refuse_comm_hook()
+        return self._shard_model(model, device_placement)
+
+    def _shard_model(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self.group.agree("the model", {n: f"{tuple(each.shape)}, {each.dtype}" for n, each in tensors}, self.device)
+        if any(each.is_meta for _, each in tensors):
+            check_initialisable(model)
+            initialise(model, self.device, self.group, loaded=None)
+        # All that Accelerate does but for DDP's wrapper: place, mixed precision, compile.
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        sync_module_states(model, self.group)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+            raise TypeError(
+                f"ZeRO cannot shard {type(optimizer).__name__}: its train() and eval() change whole parameters; use "
+                "another optimizer, or plain DDP"
+            )
+        sharded = self._shard(optimizer)
+        sharded.register_step_post_hook(lambda *_: self._sync_buffers(sharded))
+        self._sharded.append((optimizer, sharded))
+        if isinstance(self.scaler, torch.amp.GradScaler):
+            self.scaler.__class__ = GradScaler  # the same scaler, which now asks all ranks
+        # Its state is placed already, and to say it would take all ranks.
+        return super().prepare_optimizer(sharded, device_placement=False)
+
+    def _shard(self, optimizer: Optimizer) -> Sharded:
+        given = {"bucket_cap_mb": self.plugin.bucket_cap_mb, "elementwise": self.plugin.elementwise}
+        arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        sharded = ZeroOptimizer(optimizer, group=self.group, **arguments)
+        return shard_gradients(sharded) if self.plugin.stage == 2 else sharded
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+        for users, sharded in self._sharded:
+            if getattr(scheduler, "optimizer", None) is users:
+                scheduler.optimizer = sharded  # or it would wait for the steps of all optimizers
+        return super().prepare_scheduler(scheduler)
+
+    def _sync_buffers(self, optimizer: Sharded) -> None:
+        """After each step rank 0's buffers are everybody's, as after DDP's next forward.
+
+        Not in the forward, as the model has no wrapper: one rank may evaluate it alone.
+        """
+        if self.ddp_handler is None or self.ddp_handler.broadcast_buffers:
+            for model in self._models:
+                if _share(model, optimizer):
+                    sync_buffers(model, self.group)
+
+    def free_memory(self, *objects: Any) -> Any:
+        for _, sharded in self._sharded:
+            if isinstance(sharded, ZeroOptimizer):
+                sharded.release()
+        self._sharded.clear()
+        return super().free_memory(*objects)
+
+    # -- training
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for _, sharded in self._sharded:
+                if _share(model, sharded):
+                    stack.enter_context(sharded.no_sync())
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        optimizers = self._to_clip()
+        if not optimizers:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+        return clip_grad_norm_(optimizers, _listed(parameters), max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        optimizers = self._to_clip()
+        if optimizers:
+            clip_grad_value_(optimizers, _listed(parameters), clip_value)
+        else:
+            super().clip_grad_value_(parameters, clip_value)
+
+    def _to_clip(self) -> list[Sharded]:
+        if not self.sync_gradients:
+            raise RuntimeError(
+                "clip where accelerator.sync_gradients is True: here gradients are still being accumulated, each "
+                "rank's own, and ZeRO clips what all ranks have summed"
+            )
+        self.unscale_gradients()
+        return [sharded for _, sharded in self._sharded]
+
+    # -- checkpoints
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        if self.project_configuration.save_on_each_node:
+            raise ValueError(
+                "save_on_each_node=True cannot be had with ZeroPlugin: the whole state is gathered on the main process "
+                "only; save to a folder that all machines share"
+            )
+        return super().save_state(output_dir, safe_serialization, **kwargs)
+
+
+class ShardedParametersMethods(ZeroMethods):
+    """What `ZeroPlugin` changes in stage 3, where no rank has whole parameters."""
+
+    def adopt(self, plugin: Any) -> None:
+        super().adopt(plugin)
+        self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter as the user made it -> its shard
+
+    def _shard_model(self, model: nn.Module, device_placement: bool | None) -> nn.Module:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        is_placed = self.device_placement if device_placement is None else device_placement
+        if is_placed and not any(each.is_meta for each in before.values()):
+            model.to(self.device)
+        shard_parameters(
+            model,
+            self.group,
+            policy=self.plugin.policy,
+            mixed_precision=self.plugin.mixed_precision,  # type: ignore[arg-type]  # made of a mapping by then
+            reshard_after_forward=self.plugin.reshard_after_forward,
+        )
+        after = dict(model.named_parameters(remove_duplicate=False))
+        for name, param in before.items():
+            self._replaced[param] = after[name]
+        model.register_forward_pre_hook(_refuse_inference_mode, prepend=True)
+        prepared: nn.Module = PluginMethods.prepare_model(self, model, device_placement=False, evaluation_mode=True)
+        return prepared
+
+    def _shard(self, optimizer: Optimizer) -> Sharded:
+        state = optimizer.state_dict() if optimizer.state else None
+        for param_group in optimizer.param_groups:
+            param_group["params"] = [self._replaced.get(param, param) for param in param_group["params"]]
+        optimizer.state.clear()
+        sharded = DTensorOptimizer(optimizer, self._module_of(optimizer), elementwise=self.plugin.elementwise)
+        if state is not None:
+            sharded.load_state_dict(state)
+        return sharded
+
+    def _module_of(self, optimizer: Optimizer) -> nn.Module:
+        first = next((param for param_group in optimizer.param_groups for param in param_group["params"]), None)
+        for model in self._models:
+            module: nn.Module = self.unwrap_model(model, keep_torch_compile=False)
+            if any(param is first for param in module.parameters()):
+                return module
+        raise ValueError(
+            "stage 3 shards the optimizer's parameters with their model, but the model has not been prepared: call "
+            "prepare(model, optimizer), or prepare the model first"
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """On rank 0 the whole one, on the CPU; an empty one on the others. Collective."""
+        # Accelerate takes out what is tied, as safetensors needs it, of an OrderedDict only.
+        return OrderedDict(module_full_state_dict(self.unwrap_model(model, keep_torch_compile=False)))
+
+    def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
+        for number, model in enumerate(models):
+            module = self.unwrap_model(model, keep_torch_compile=False)
+            load_module_full_state_dict(module, _with_tied(_read(Path(input_dir), number), module))
+        models.clear()  # Accelerate would load whole tensors into shards
+
+
+def _share(model: nn.Module, optimizer: Sharded) -> bool:
+    """Whether the optimizer steps any parameter of the model."""
+    own = {param for param_group in optimizer.param_groups for param in param_group["params"]}
+    return any(param in own for param in model.parameters())
+
+
+def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _refuse_inference_mode(module: nn.Module, args: Any) -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "in stage 3 the forward gathers parameters, which torch.inference_mode() does not allow: use "
+            "torch.no_grad()"
+        )
+
+
+def _read(folder: Path, number: int) -> dict[str, Any]:
+    """A model's state as Accelerate has written it; mapped, so that each rank reads its part."""
+    ending = f"_{number}" if number else ""
+    if (path := folder / f"{SAFE_MODEL_NAME}{ending}.safetensors").exists():
+        return load_file(path)
+    path = folder / f"{MODEL_NAME}{ending}.bin"
+    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    return state
+
+
+def _with_tied(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """With every name of a parameter that has several; safetensors has one of them."""
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for alike in names.values():
+        known = next((name for name in alike if name in state), None)
+        if known is not None:
+            state = {**dict.fromkeys(alike, state[known]), **state}
+    return state
