@@ -37,7 +37,7 @@ class Setting:
     source: str
 
 
-def keys() -> list[str]:
+def known_keys() -> list[str]:
     """All keys of all plugins."""
     return ["plugin", *dict.fromkeys(key for path, _ in PLUGINS.values() for key in settings(load(path)))]
 
@@ -54,7 +54,7 @@ def from_environment() -> Plugin | None:
 def gathered(file: str | os.PathLike[str] | None, overrides: Mapping[str, str]) -> dict[str, Setting]:
     """All settings: the file's, over them the environment's, over them ``overrides``, which are of the command line."""
     found = {} if file is None else _of_file(Path(file))
-    by_capitals = {key.upper(): key for key in keys()}
+    by_capitals = {key.upper(): key for key in known_keys()}
     for name, text in os.environ.items():
         if not name.startswith(PREFIX) or name == CONFIG:
             continue
@@ -72,11 +72,8 @@ def plugin_of(found: Mapping[str, Setting]) -> Plugin | None:
     if "plugin" not in found:
         first = next(iter(found.values()))
         raise ConfigError(f"{first.source}: plugin is missing; it must be one of {', '.join(PLUGINS)}")
+    check(found)
     name, source = found["plugin"].value, found["plugin"].source
-    if name not in PLUGINS:
-        raise ConfigError(
-            f"{source}: plugin must be one of {', '.join(PLUGINS)}, got {name!r}{_did_you_mean(str(name), PLUGINS)}"
-        )
     path, preset = PLUGINS[name]
     cls: type[Plugin] = load(path)
     known = settings(cls)
@@ -84,14 +81,7 @@ def plugin_of(found: Mapping[str, Setting]) -> Plugin | None:
     for key, setting in found.items():
         if key == "plugin":
             continue
-        if key not in known:
-            raise ConfigError(
-                f"{setting.source}: {key} is no key of plugin {name}{_did_you_mean(key, known)}; it takes "
-                f"{', '.join(known)}"
-            )
         value = _as_number(setting.value, known[key])
-        if not fits(value, known[key]):
-            raise ConfigError(f"{setting.source}: {key} must be {in_words(known[key])}, got {setting.value!r}")
         if key in preset and value != preset[key]:
             raise ConfigError(
                 f"{setting.source}: {key} is {preset[key]!r} by the name of plugin {name}, got {setting.value!r}; "
@@ -103,6 +93,26 @@ def plugin_of(found: Mapping[str, Setting]) -> Plugin | None:
     except (TypeError, ValueError) as error:
         concerned = [setting.source for key, setting in found.items() if key != "plugin" and key in str(error)]
         raise ConfigError(f"{(concerned or [source])[0]}: {error}") from error
+
+
+def check(found: Mapping[str, Setting]) -> None:
+    """Raise a ConfigError if a name or one of the values cannot be, whatever the others are."""
+    name, source = found["plugin"].value, found["plugin"].source
+    if name not in PLUGINS:
+        raise ConfigError(
+            f"{source}: plugin must be one of {', '.join(PLUGINS)}, got {name!r}{_did_you_mean(str(name), PLUGINS)}"
+        )
+    known = settings(load(PLUGINS[name][0]))
+    for key, setting in found.items():
+        if key == "plugin":
+            continue
+        if key not in known:
+            raise ConfigError(
+                f"{setting.source}: {key} is no key of plugin {name}{_did_you_mean(key, known)}; it takes "
+                f"{', '.join(known)}"
+            )
+        if not fits(_as_number(setting.value, known[key]), known[key]):
+            raise ConfigError(f"{setting.source}: {key} must be {in_words(known[key])}, got {setting.value!r}")
 
 
 def export(file: str | os.PathLike[str] | None, overrides: Mapping[str, str]) -> None:

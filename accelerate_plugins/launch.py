@@ -30,8 +30,13 @@ def use_cpu_if_there_is_nothing_else() -> None:
     It looks for accelerators only, unless told: with ``--multi_gpu`` on a machine without one, or under torchrun, each
     rank would train alone, and nobody would notice.
     """
-    if world_size() > 1 and not torch.accelerator.is_available():
+    if is_on_cpu_together():
         os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def is_on_cpu_together() -> bool:
+    """Whether there are several processes and no accelerator."""
+    return world_size() > 1 and not torch.accelerator.is_available()
 
 
 def check_that_the_ranks_are_together(num_processes: int) -> None:

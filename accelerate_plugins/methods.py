@@ -51,12 +51,11 @@ class PluginMethods(accelerate.Accelerator):
 
     # Models go first, whatever the order of the arguments: optimizers are made of what the models then have.
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        placements = device_placement if device_placement is not None else [None] * len(args)
-        prepared = [
-            self.prepare_model(each, device_placement=placement) if isinstance(each, nn.Module) else each
-            for each, placement in zip(args, placements, strict=False)
-        ]
-        return super().prepare(*prepared, *args[len(prepared) :], device_placement=device_placement)
+        order = sorted(range(len(args)), key=lambda at: not isinstance(args[at], nn.Module))
+        if device_placement is not None and len(device_placement) == len(args):
+            device_placement = [device_placement[at] for at in order]
+        prepared = super().prepare(*(args[at] for at in order), device_placement=device_placement)
+        return prepared if len(args) == 1 else tuple(prepared[order.index(at)] for at in range(len(args)))
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         location = super().save_state(output_dir, safe_serialization, **kwargs)

@@ -162,6 +162,21 @@ class ZeroMethods(PluginMethods):
             )
         return super().save_state(output_dir, safe_serialization, **kwargs)
 
+    def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
+        for number, model in enumerate(models):
+            module = self.unwrap_model(model, keep_torch_compile=False)
+            load_module_full_state_dict(module, with_tied(_read(Path(input_dir), number), module))
+        # Accelerate would load whole tensors into shards, or refuse to load into parameters that share a bucket.
+        models.clear()
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """On each machine's main process copies on the CPU; on the others the tensors themselves."""
+        state: dict[str, Any] = super().get_state_dict(model, unwrap)
+        return _apart(state) if self.is_local_main_process else state
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        super().save(_apart(obj) if safe_serialization and isinstance(obj, dict) else obj, f, safe_serialization)
+
 
 class ShardedParametersMethods(ZeroMethods):
     """What `ZeroPlugin` changes in stage 3, where no rank has whole parameters."""
@@ -215,11 +230,26 @@ class ShardedParametersMethods(ZeroMethods):
         # Accelerate takes out what is tied, as safetensors needs it, of an OrderedDict only.
         return OrderedDict(module_full_state_dict(self.unwrap_model(model, keep_torch_compile=False)))
 
-    def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
-        for number, model in enumerate(models):
-            module = self.unwrap_model(model, keep_torch_compile=False)
-            load_module_full_state_dict(module, _with_tied(_read(Path(input_dir), number), module))
-        models.clear()  # Accelerate would load whole tensors into shards
+
+def _apart(state: dict[str, Any]) -> dict[str, Any]:
+    """The same on the CPU, each tensor in memory of its own.
+
+    Parameters that are views of one bucket would be taken for one another by whoever writes safetensors.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    result: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            # Tied ones stay so.
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype, "" if value.numel() else name)
+            if key not in copies:
+                copies[key] = value.detach().to("cpu", copy=True)
+            result[name] = copies[key]
+        else:
+            result[name] = value
+    if hasattr(state, "_metadata"):  # the modules' versions
+        result._metadata = state._metadata  # type: ignore[attr-defined]
+    return result
 
 
 def _share(model: nn.Module, optimizer: Sharded) -> bool:
@@ -250,7 +280,7 @@ def _read(folder: Path, number: int) -> dict[str, Any]:
     return state
 
 
-def _with_tied(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+def with_tied(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
     """With every name of a parameter that has several; safetensors has one of them."""
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
