@@ -108,8 +108,8 @@ def check(found: Mapping[str, Setting]) -> None:
             continue
         if key not in known:
             raise ConfigError(
-                f"{setting.source}: {key} is no key of plugin {name}{_did_you_mean(key, known)}; it takes "
-                f"{', '.join(known)}"
+                f"{setting.source}: {key} is no key of plugin {name}, which takes {', '.join(known)}"
+                f"{_did_you_mean(key, known)}"
             )
         if not fits(_as_number(setting.value, known[key]), known[key]):
             raise ConfigError(f"{setting.source}: {key} must be {in_words(known[key])}, got {setting.value!r}")

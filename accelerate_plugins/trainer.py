@@ -37,11 +37,14 @@ def _changed(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 @contextmanager
 def _instead(owner: Any, name: str, function: Any) -> Iterator[None]:
     """Within this, one object has another method."""
+    before = owner.__dict__.get(name)
     owner.__dict__[name] = function
     try:
         yield
     finally:
         del owner.__dict__[name]
+        if before is not None:
+            owner.__dict__[name] = before
 
 
 @contextmanager
@@ -87,8 +90,11 @@ def _loading_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
         return
 
+    plain = module.load_state_dict
+
     def load(state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
-        load_module_full_state_dict(module, with_tied(state_dict, module), strict)
+        with _instead(module, "load_state_dict", plain):
+            load_module_full_state_dict(module, with_tied(state_dict, module), strict)
         return _IncompatibleKeys([], [])
 
     with _instead(module, "load_state_dict", load):

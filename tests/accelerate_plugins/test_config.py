@@ -72,8 +72,8 @@ def test_the_command_line_is_over_the_environment_which_is_over_the_file(
 
 
 WRONG: dict[str, str] = {
-    "plugin: zero\nstagee: 2": "stagee is no key of plugin zero; did you mean stage? it takes stage,",
-    "plugin: zero\nmatrix_approximation_rank: 2": "matrix_approximation_rank is no key of plugin zero; it takes",
+    "plugin: zero\nstagee: 2": "reshard_after_forward; did you mean stage?",
+    "plugin: zero\nmatrix_approximation_rank: 2": "matrix_approximation_rank is no key of plugin zero, which takes",
     "plugin: zero\nstage: 4": "stage must be one of 1, 2, 3, got 4",
     "plugin: zero\nstage: '2'": "stage must be one of 1, 2, 3, got '2'",
     "plugin: zero\nstage: 3\nbucket_cap_mb: 4": "bucket_cap_mb says nothing in stage 3; leave it out",

@@ -1,0 +1,76 @@
+"""An unmodified script of Hugging Face's Trainer under the runner: DDP's losses, and checkpoints that resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from accelerate_plugins.__main__ import main
+from tests.ranks import run_ranks
+
+pytest.importorskip("transformers", reason="transformers is no dependency of the tests; install it to run these")
+
+SCRIPT = str(Path(__file__).with_name("trainer_script.py"))
+
+
+def run(options: list[str], arguments: list[str]) -> None:
+    warnings.simplefilter("ignore")  # transformers' own
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if options:
+        main([*options, SCRIPT, *arguments])
+    else:
+        sys.argv = [SCRIPT, *arguments]
+        runpy.run_path(SCRIPT, run_name="__main__")
+
+
+def losses(folder: Path, name: str = "loss") -> list[float]:
+    said = json.loads((folder / "said.json").read_text())
+    assert said["num_processes"] == 2
+    return [row[name] for row in said["log"] if name in row]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    run_ranks(2, run, [], [str(folder), "--use_cpu"], timeout=150)
+    return folder
+
+
+def close(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_it_trains_evaluates_saves_and_resumes_as_with_ddp(stage: int, plain: Path, tmp_path: Path) -> None:
+    options = ["--plugin", f"zero_stage_{stage}"]
+    run_ranks(2, run, options, [str(tmp_path)], timeout=150)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert losses(tmp_path, name) == pytest.approx(losses(plain, name), rel=1e-4)
+    for folder in ("final", "checkpoint-3", "checkpoint-6"):
+        close(load_file(tmp_path / folder / "model.safetensors"), load_file(plain / folder / "model.safetensors"))
+    ours, theirs = (torch.load(each / "checkpoint-3" / "optimizer.pt") for each in (tmp_path, plain))
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-3, atol=1e-5)
+    run_ranks(2, run, options, [str(plain), "--resume"], timeout=150)  # what plain DDP has saved
+    assert losses(plain)[-3:] == pytest.approx(losses(tmp_path)[-3:], rel=1e-4)
+
+
+def test_powersgd_resumes_with_each_ranks_error(tmp_path: Path) -> None:
+    options = ["--plugin", "powersgd", "--start_powerSGD_iter", "2", "--min_compression_rate", "1"]
+    run_ranks(2, run, options, [str(tmp_path)], timeout=150)
+    wanted = losses(tmp_path)
+    state = torch.load(tmp_path / "checkpoint-3" / "powersgd_1.bin", weights_only=True)
+    assert state["models"][0]["shared"]["iter"] == 3
+    assert any(error.abs().max() > 0 for error in state["models"][0]["error"].values())
+    run_ranks(2, run, options, [str(tmp_path), "--resume"], timeout=150)
+    assert losses(tmp_path)[-3:] == wanted[-3:]
