@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.tracking import GeneralTracker
+from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from torch import nn
 
 from accelerate_plugins import Accelerator, PowerSGDPlugin
@@ -242,6 +243,7 @@ def test_several_models_have_a_compressor_each_and_all_are_saved(tmp_path: Path)
 
 
 def alone() -> None:
+    dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         del os.environ[name]
     accelerator = Accelerator(plugin=PowerSGDPlugin(), cpu=True)
@@ -255,3 +257,73 @@ def alone() -> None:
 
 def test_one_process_trains_without_compression() -> None:
     run_ranks(1, alone)
+
+
+def refusals() -> list[str]:
+    def uneven() -> None:
+        run = Run.of("powersgd")
+        with run.accelerator.join_uneven_inputs([run.model], even_batches=False):
+            run.train()
+
+    def own_hook() -> None:
+        kwargs = DistributedDataParallelKwargs(comm_hook="power_sgd")
+        Accelerator(plugin=PowerSGDPlugin(), cpu=True, kwargs_handlers=[kwargs]).prepare(Net())
+
+    def beside_fsdp() -> None:
+        Accelerator(plugin=PowerSGDPlugin(), cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+
+    said = []
+    for body in (uneven, own_hook, beside_fsdp):
+        with pytest.raises(ValueError, match="PowerSGDPlugin") as error:
+            body()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_cannot_work_is_refused_on_every_rank() -> None:
+    for uneven, hook, fsdp in run_ranks(2, refusals):
+        assert "join_uneven_inputs(even_batches=False) cannot work with PowerSGDPlugin" in uneven
+        assert "cannot be had beside PowerSGDPlugin, which reduces the gradients itself" in hook
+        assert "PowerSGDPlugin cannot be had beside FSDP (fsdp_plugin=), as its hook belongs to DDP" in fsdp
+
+
+def even_join() -> int:
+    run = Run.of("powersgd", n_rows=51)
+    with run.accelerator.join_uneven_inputs([run.model]):
+        run.train()
+    return len(run.losses)
+
+
+def test_joining_even_inputs_changes_nothing() -> None:
+    assert run_ranks(2, even_join) == [7, 7]
+
+
+def scaled() -> tuple[float, float]:
+    accelerator = Accelerator(plugin=PowerSGDPlugin(start_powerSGD_iter=2, min_compression_rate=1), cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    model, optimizer = accelerator.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
+    for _ in range(4):
+        accelerator.backward(model(torch.ones(2, 16) * (1 + accelerator.process_index)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.powersgd_state.gradient_scale, accelerator.scaler.get_scale()
+
+
+def test_the_error_follows_the_scale_of_the_loss() -> None:
+    assert run_ranks(2, scaled) == [(128.0, 128.0)] * 2
+
+
+def prepared_anew() -> tuple[int, int]:
+    run = Run.of("powersgd").train(3)
+    n_before = len(run.accelerator.powersgd_states)
+    run.accelerator.free_memory()
+    assert run.accelerator.powersgd_state is None
+    model, optimizer = run.accelerator.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
+    for _ in range(3):
+        run.accelerator.backward(model(torch.ones(2, 16)).sum())
+        optimizer.step()
+    return n_before, run.accelerator.powersgd_state.iter
+
+
+def test_after_free_memory_another_model_may_be_trained() -> None:
+    assert run_ranks(2, prepared_anew) == [(1, 3)] * 2

@@ -252,3 +252,23 @@ def test_dtypes_of_a_mixed_precision_by_name() -> None:
     plugin = ZeroPlugin(stage=3, mixed_precision={"param_dtype": "bf16", "reduce_dtype": "float32"})
     assert plugin.mixed_precision.param_dtype is torch.bfloat16  # type: ignore[union-attr]
     assert plugin.mixed_precision.reduce_dtype is torch.float32  # type: ignore[union-attr]
+
+
+WITHOUT_LIGHTNING = """
+import sys
+for name in ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"):
+    sys.modules[name] = None  # as if it were not installed
+import torch, accelerate_plugins
+from accelerate_plugins import __main__, accelerator, install, trainer, zero_methods, compression_methods
+for plugin in (accelerate_plugins.ZeroPlugin(stage=2), accelerate_plugins.PowerSGDPlugin()):
+    ours = accelerate_plugins.Accelerator(plugin=plugin, cpu=True)
+    model, optimizer = ours.prepare(net := torch.nn.Linear(2, 2), torch.optim.SGD(net.parameters(), 0.1))
+    ours.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+print("trained")
+"""
+
+
+def test_it_works_where_lightning_is_not_installed() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LIGHTNING], capture_output=True, text=True, check=False)
+    assert done.stdout == "trained\n", done.stderr

@@ -45,7 +45,7 @@ def baseline() -> float:
 def test_zero_ends_where_ddp_does(baseline: float) -> None:
     printed = run_ranks(2, run, "zero.py", [], timeout=120)[0]
     assert validation_loss(printed) == pytest.approx(baseline, abs=2e-3)
-    assert "optimizer state held by this rank: 2." in printed
+    assert "optimizer state held by this rank: 1.9 MB" in printed  # half of 3.8
 
 
 def test_powersgd_ends_near_where_ddp_does(baseline: float) -> None:

@@ -1,4 +1,4 @@
-"""An unmodified script of Hugging Face's Trainer under the runner: DDP's losses, and checkpoints that resume."""
+"""Unmodified scripts with Transformers under the runner, with a loop and with Trainer: DDP's losses; they resume."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from tests.ranks import run_ranks
 pytest.importorskip("transformers", reason="transformers is no dependency of the tests; install it to run these")
 
 SCRIPT = str(Path(__file__).with_name("trainer_script.py"))
+LOOP = str(Path(__file__).with_name("nlp_script.py"))
 
 
-def run(options: list[str], arguments: list[str]) -> None:
+def run(options: list[str], arguments: list[str], script: str = SCRIPT) -> None:
     warnings.simplefilter("ignore")  # transformers' own
     os.environ["HF_HUB_OFFLINE"] = "1"
     if options:
-        main([*options, SCRIPT, *arguments])
+        main([*options, script, *arguments])
     else:
-        sys.argv = [SCRIPT, *arguments]
-        runpy.run_path(SCRIPT, run_name="__main__")
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
 
 
 def losses(folder: Path, name: str = "loss") -> list[float]:
@@ -74,3 +75,21 @@ def test_powersgd_resumes_with_each_ranks_error(tmp_path: Path) -> None:
     assert any(error.abs().max() > 0 for error in state["models"][0]["error"].values())
     run_ranks(2, run, options, [str(tmp_path), "--resume"], timeout=150)
     assert losses(tmp_path)[-3:] == wanted[-3:]
+
+
+def test_a_loop_with_a_transformers_model_trains_as_with_ddp(tmp_path: Path) -> None:
+    run_ranks(2, run, [], [str(tmp_path / "plain.json"), "--cpu"], LOOP, timeout=150)
+    wanted = json.loads((tmp_path / "plain.json").read_text())
+    for options in (*([["--plugin", f"zero_stage_{n}"] for n in (1, 2, 3)]), ["--plugin", "powersgd"]):
+        run_ranks(2, run, options, [str(tmp_path / "ours.json")], LOOP, timeout=150)
+        got = json.loads((tmp_path / "ours.json").read_text())
+        assert got["n"] == 2
+        assert got["seen"] == wanted["seen"] == 40
+        assert got["losses"] == pytest.approx(wanted["losses"], rel=1e-5), options  # PowerSGD has not begun yet
+        assert got["accuracies"] == wanted["accuracies"]
+    options = ["--plugin", "powersgd", "--start_powerSGD_iter", "5", "--matrix_approximation_rank", "4"]
+    run_ranks(2, run, [*options, "--min_compression_rate", "1"], [str(tmp_path / "ours.json")], LOOP, timeout=150)
+    got = json.loads((tmp_path / "ours.json").read_text())
+    assert got["losses"][:9] == pytest.approx(wanted["losses"][:9], rel=1e-5)
+    assert got["losses"] != wanted["losses"]
+    assert sum(got["losses"][-10:]) == pytest.approx(sum(wanted["losses"][-10:]), rel=0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -415,3 +416,40 @@ def test_the_errors_are_those_of_the_lightning_strategy() -> None:
         with pytest.raises(ValueError, match=next(reversed(wrong))) as theirs:
             strategies.ZeroStrategy(**wrong)
         assert str(ours.value).partition(";")[0] == str(theirs.value).partition(";")[0]
+
+
+def prepared_anew(stage: str) -> list[float]:
+    run = Run.of(stage).train(3)
+    run.accelerator.free_memory()
+    losses = []
+    model, optimizer = run.accelerator.prepare(net := Net(), torch.optim.SGD(net.parameters(), 0.1))
+    for _ in range(3):
+        loss = model(torch.ones(2, 16)).square().mean()
+        run.accelerator.backward(loss)
+        run.accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_free_memory_another_model_may_be_trained(stage: str) -> None:
+    for losses in run_ranks(2, prepared_anew, stage):
+        assert losses[2] < losses[0]
+
+
+def alone(stage: str) -> tuple[list[float], list[float], torch.Tensor, torch.Tensor]:
+    """As a notebook or ``python train.py`` does: no launcher, no process group."""
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    plain, ours = (Run.of(name).train(clip=0.5) for name in ("none", stage))
+    return plain.losses, ours.losses, plain.weights(), ours.weights()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_process_trains_as_plain_accelerate(stage: str) -> None:
+    plain, ours, wanted, got = run_ranks(1, alone, stage)[0]
+    assert ours == pytest.approx(plain, rel=1e-6)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)

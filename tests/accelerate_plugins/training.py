@@ -44,7 +44,7 @@ class Net(nn.Module):
         self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)))
         self.last = nn.Linear(width, 16 if tied else 4)
         if tied:
-            self.last.weight = nn.Parameter(self.first.weight.detach().mT.clone())
+            self.last.weight = nn.Parameter(self.first.weight.detach().mT.contiguous())
             self.again = nn.Linear(width, 16, bias=False)
             self.again.weight = self.last.weight
 
@@ -90,6 +90,7 @@ class Run:
         n_rows: int = 48,
         batch: int = 4,
         shuffle: bool = False,
+        decay: float = 0.9,
         **arguments: Any,
     ) -> Run:
         set_seed(0)
@@ -97,7 +98,7 @@ class Run:
         accelerator = make(name, dataloader_config=seedable, **arguments)
         model = net()
         made = optimizer(model.parameters())
-        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.9**step)
+        schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda step: decay**step)
         loader = DataLoader(rows(n_rows), batch, shuffle=shuffle)
         return cls(accelerator, *accelerator.prepare(model, made, loader, schedule))
 
