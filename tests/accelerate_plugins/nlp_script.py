@@ -21,8 +21,8 @@ LENGTH = 32
 def rows() -> list[tuple[bytes, int]]:
     """Lines of the standard library's sources; whether each has an assignment."""
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
-    lines = [line.strip()[:LENGTH] for line in text.splitlines() if 4 < len(line.strip())]
-    return [(line, int(b" = " in line)) for line in lines[::8]]
+    lines = [line.strip()[:LENGTH] for line in text.splitlines() if len(line.strip()) > 4]
+    return [(line, int(b" = " in line)) for line in lines[::12]]
 
 
 def collate(batch: list[tuple[bytes, int]]) -> dict[str, torch.Tensor]:
