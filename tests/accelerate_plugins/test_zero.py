@@ -453,3 +453,20 @@ def test_one_process_trains_as_plain_accelerate(stage: str) -> None:
     plain, ours, wanted, got = run_ranks(1, alone, stage)[0]
     assert ours == pytest.approx(plain, rel=1e-6)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+def clipped_where_a_rank_has_nothing(stage: str) -> list[float]:
+    """More ranks than elements of what is clipped: some have no piece of it, and go on all the same."""
+    accelerator = Accelerator(plugin=ZeroPlugin(stage=int(stage[-1])), cpu=True)
+    model, optimizer = accelerator.prepare(net := nn.Linear(2, 1), torch.optim.SGD(net.parameters(), 1.0))
+    accelerator.backward(model(torch.ones(4, 2)).sum())
+    bias = [param for param in model.parameters() if param.numel() == 1]
+    accelerator.clip_grad_value_(bias, 0.5)
+    norm = float(accelerator.clip_grad_norm_(bias, 9.0))
+    optimizer.step()
+    return [norm]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_clipping_works_where_a_rank_has_no_piece(stage: str) -> None:
+    assert run_ranks(2, clipped_where_a_rank_has_nothing, stage) == [[0.5], [0.5]]

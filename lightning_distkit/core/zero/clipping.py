@@ -7,7 +7,6 @@ from functools import reduce
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_ as clip_by_value_
 
 from lightning_distkit.core.zero import norm
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
@@ -55,7 +54,7 @@ def clip_grad_norm_(
 def clip_grad_value_(optimizers: Sequence[Sharded], params: Iterable[Tensor], clip_value: float) -> None:
     """As ``torch.nn.utils.clip_grad_value_`` on the whole gradients of ``params``; as `clip_grad_norm_` otherwise."""
     for optimizer, its in _shares(optimizers, list(dict.fromkeys(params))):
-        clip_by_value_(optimizer.pieces(its), clip_value)
+        norm.clip_values_(optimizer.pieces(its), clip_value, (param.dtype for param in its))
         optimizer.edited()
 
 
