@@ -186,7 +186,8 @@ def test_every_argument_of_the_core_objects_is_a_setting_with_its_default() -> N
 
 
 def test_the_names_are_those_of_the_lightning_strategies() -> None:
-    assert set(NAMES) - {"ddp_noop"} == set(PLUGINS) - {"zero"}
+    others = ("ddp_noop", "pipe")  # no plugin is made of these
+    assert {name for name in NAMES if not name.startswith(others)} == set(PLUGINS) - {"zero"}
 
 
 @pytest.mark.parametrize("name", PLUGINS)
