@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import accelerate
+import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import nn
 
@@ -15,6 +16,7 @@ from accelerate_plugins.plugin import Plugin
 from lightning_distkit.core.collectives import Group
 
 logger = logging.getLogger(__name__)
+_outliving: list[Any] = []  # process groups, until the interpreter ends
 
 
 class PluginMethods(accelerate.Accelerator):
@@ -56,6 +58,13 @@ class PluginMethods(accelerate.Accelerator):
             device_placement = [device_placement[at] for at in order]
         prepared = super().prepare(*(args[at] for at in order), device_placement=device_placement)
         return prepared if len(args) == 1 else tuple(prepared[order.index(at)] for at in range(len(args)))
+
+    def end_training(self) -> None:
+        # It destroys the process group. On gloo that ends threads which may be waiting for Python's lock, and a DDP
+        # model that outlives the group would end them while it holds that lock, for ever. So the group outlives it.
+        if dist.is_initialized():
+            _outliving.append(dist.group.WORLD)
+        super().end_training()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         location = super().save_state(output_dir, safe_serialization, **kwargs)

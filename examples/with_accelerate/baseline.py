@@ -52,7 +52,6 @@ def main() -> None:
     with torch.no_grad():
         losses = [accelerator.gather_for_metrics(task.loss_of(model, rows).repeat(len(rows))) for rows in validation]
     accelerator.print(f"validation loss {torch.cat(losses).mean():.3f}")
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

@@ -51,7 +51,6 @@ def main() -> None:
     accelerator.print(f"validation loss {torch.cat(losses).mean():.3f}")
     state = sum(each.nbytes for its in optimizer.state.values() for each in its.values())  # <-- changed
     accelerator.print(f"optimizer state held by this rank: {state / 1e6:.1f} MB")  # <-- changed
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

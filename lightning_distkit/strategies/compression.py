@@ -147,7 +147,8 @@ class PowerSGDDDPStrategy(CommHookDDPStrategy):
                 "batched_powersgd compresses whole buckets, so its matrix_approximation_rank must not depend on names, "
                 f"got {matrix_approximation_rank!r}"
             )
-        super().__init__(hook, **{"gradient_as_bucket_view": True, **ddp_kwargs})
+        ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+        super().__init__(hook, **ddp_kwargs)  # as it stands, or jsonargparse does not find what DDP takes
         arguments: dict[str, Any] = {
             "matrix_approximation_rank": matrix_approximation_rank,
             "start_powerSGD_iter": start_powerSGD_iter,

@@ -268,7 +268,7 @@ def test_a_truncated_or_foreign_one_is_one_clear_error_on_every_rank_and_changes
         assert third
 
 
-def tuned_and_replaced(stage: int, folder: Path) -> list[str]:
+def tuned_and_replaced(stage: int, folder: Path) -> tuple[list[str], Any]:
     strategy = sharding(stage, asynchronous=True)
 
     class Tuned(Net):
@@ -290,8 +290,9 @@ def tuned_and_replaced(stage: int, folder: Path) -> list[str]:
 
 
 def test_lr_find_leaves_nothing_and_a_folder_replaces_a_file_and_the_other_way_round(tmp_path: Path) -> None:
-    for names in run_ranks(2, tuned_and_replaced, 2, tmp_path):
+    for names, [losses] in run_ranks(2, tuned_and_replaced, 2, tmp_path):
         assert names == ["last.ckpt"]
+        assert losses.keys() == {"val_loss"}
 
 
 def averaged(stage: int, folder: Path) -> bool:
