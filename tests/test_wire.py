@@ -12,14 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.hosts import Host, as_torchrun_tells_it, run_on, two_hosts, why_not, wire_bytes
+from benchmarks.hosts import Host, as_torchrun_tells_it, run_on, two_hosts, wire_bytes
 from lightning_distkit import CommHookDDPStrategy, PowerSGDDDPStrategy
 from lightning_distkit.callbacks import CompressionStatsLogger
 from lightning_distkit.core.compression import HOOKS, PowerSGDState, attach, ledger_of
+from tests.hosts import needs_two_hosts
 
-# Network namespaces need root and iproute2: without them there is no device whose counter is ours alone to read, and a
-# shared one's would prove nothing. So these tests skip, with what is missing as the reason; as root they all run.
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+pytestmark = needs_two_hosts
 
 # Large factors: an all-reduce costs gloo about 1.6 kB beside its payload, which is 66 kB or more here.
 N_MATRICES, N, M, MATRIX_APPROXIMATION_RANK = 4, 1024, 1024, 16

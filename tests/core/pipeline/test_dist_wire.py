@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.hosts import Host, run_on, two_hosts, why_not, wire_bytes
+from benchmarks.hosts import Host, run_on, two_hosts, wire_bytes
 from lightning_distkit.core.pipeline.dist import DistributedPipe
+from tests.hosts import needs_two_hosts
 
-# As in tests/test_wire.py: without network namespaces there is no device whose counter is ours alone to read.
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+pytestmark = needs_two_hosts
 
 ROWS, WIDTH, FLOAT32, N_STEPS = 256, 1024, 4, 4
 ACTIVATIONS = ROWS * WIDTH * FLOAT32  # bytes of a batch between two layers, and of their gradients

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.hosts import Host, run_on, two_hosts, why_not, wire_bytes
+from benchmarks.hosts import Host, run_on, two_hosts, wire_bytes
 from lightning_distkit.core.zero import ZeroOptimizer, shard_gradients
 from lightning_distkit.core.zero.bucket import ALIGNMENT
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
 from lightning_distkit.core.zero.parameters import shard_parameters
 from lightning_distkit.core.zero.turn import N_FLAGS
 from tests.core.zero.training import OPTIMIZERS, batches, module_for, sharded
+from tests.hosts import needs_two_hosts
 from tests.ranks import run_ranks
 
 FLOAT32 = 4  # bytes
@@ -169,8 +170,7 @@ def bytes_a_step(host: Host, stage: int, n_steps: int = 4) -> tuple[float, float
     return (ledger.total.nbytes - sent) / n_steps, (wire_bytes(host) - crossed) / n_steps
 
 
-# Without root no device has a counter that is ours alone to read; as root, as in CI, it runs: see tests/test_wire.py.
-@pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+@needs_two_hosts
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_the_ledger_counts_crosses_the_wire(stage: int, world_size: int) -> None:
