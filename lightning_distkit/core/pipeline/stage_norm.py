@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.total_norm import total_norm
 
 
 def grad_norm(
@@ -31,16 +31,8 @@ def grad_norm(
     Raises:
         ValueError: norm_type is not above 0.
     """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, or infinite, got {norm_type}")
     grads = [each.grad for each in parameters if each.grad is not None and counts(each)]
-    mine = get_total_norm(grads, norm_type).to(device, torch.float64)
-    if math.isinf(norm_type):
-        group.all_reduce(mine, dist.ReduceOp.MAX).wait()
-        return mine
-    powers = mine**norm_type
-    group.all_reduce(powers).wait()
-    return powers ** (1 / norm_type)
+    return total_norm(grads, norm_type, group, device, torch.float64)
 
 
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:

@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from lightning_distkit.core.total_norm import total_norm
 from lightning_distkit.core.zero import norm
 from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
 from lightning_distkit.core.zero.optimizer import ZeroOptimizer
@@ -43,7 +44,7 @@ def clip_grad_norm_(
     group = first.group_of_shards() if isinstance(first, DTensorOptimizer) else first.group
     pieces = [piece for optimizer, its in shares for piece in optimizer.pieces(its)]
     dtype = reduce(torch.promote_types, (param.dtype for param in params), torch.float32)
-    total = norm.total([p.grad for p in pieces if p.grad is not None], norm_type, group, first.device, dtype)
+    total = total_norm([p.grad for p in pieces if p.grad is not None], norm_type, group, first.device, dtype)
     norm.clip_(pieces, max_norm, total, error_if_nonfinite)
     for optimizer, _ in shares:
         optimizer.edited()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group
+from lightning_distkit.core.total_norm import total_norm
 from lightning_distkit.core.zero import norm
 from lightning_distkit.core.zero.dtensor_state import gathered_state, load_whole_state, sharded_state
 from lightning_distkit.core.zero.fsdp_state import reshard
@@ -223,7 +224,7 @@ class DTensorOptimizer(Optimizer):
         """The norm of all gradients as one vector: a plain scalar, the same on every rank (pytorch#170862)."""
         grads = [shard.grad for shard in self.pieces() if shard.grad is not None]
         dtype = reduce(torch.promote_types, (param.dtype for param in self.params), torch.float32)
-        return norm.total(grads, norm_type, self.group_of_shards(), self.device, dtype)
+        return total_norm(grads, norm_type, self.group_of_shards(), self.device, dtype)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

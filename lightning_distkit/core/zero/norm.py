@@ -1,38 +1,12 @@
-"""The norm of gradients that are spread over ranks, and clipping by it or by value."""
+"""Clipping gradients that are spread over ranks, by their norm or by value."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
-
-from lightning_distkit.core.collectives import Group
-
-
-def total(grads: Sequence[Tensor], norm_type: float, group: Group, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The norm of all ranks' ``grads`` as one vector: a scalar, the same on every rank.
-
-    Args:
-        grads: this rank's, which may be none.
-        norm_type: above 0; may be infinite.
-        dtype: of the result, the same on every rank.
-
-    Raises:
-        ValueError: another norm_type.
-    """
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be above 0, or infinite, got {norm_type}")
-    mine = get_total_norm(list(grads), norm_type).to(device, dtype)
-    if math.isinf(norm_type):
-        group.all_reduce(mine, dist.ReduceOp.MAX).wait()
-        return mine
-    powers = mine**norm_type
-    group.all_reduce(powers).wait()
-    return powers ** (1 / norm_type)
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
 
 def clip_(params: Sequence[Tensor], max_norm: float, norm: Tensor, error_if_nonfinite: bool) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group, default_device
+from lightning_distkit.core.total_norm import total_norm
 from lightning_distkit.core.zero import norm
 from lightning_distkit.core.zero.bucket import Bucket, balanced, slices, whole_parameters
 from lightning_distkit.core.zero.gradients import WholeGradients
@@ -328,7 +329,7 @@ class ZeroOptimizer(Optimizer):
         dtypes = {bucket.flat.dtype.to_real() for bucket in self.buckets}  # a norm is real, of complex numbers, too
         dtype = reduce(torch.promote_types, dtypes, torch.float32)
         with self._gradients.turn.naming_the_cause():
-            return norm.total(grads, norm_type, self.group, self.device, dtype)
+            return total_norm(grads, norm_type, self.group, self.device, dtype)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on whole gradients; returns the norm before, the same on every rank."""
