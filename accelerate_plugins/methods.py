@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from lightning_distkit.core.collectives import Group
 
 logger = logging.getLogger(__name__)
 _outliving: list[Any] = []  # process groups, until the interpreter ends
+_SETTLING = 0.1  # seconds
 
 
 class PluginMethods(accelerate.Accelerator):
@@ -64,6 +66,9 @@ class PluginMethods(accelerate.Accelerator):
         # model that outlives the group would end them while it holds that lock, for ever. So the group outlives it.
         if dist.is_initialized():
             _outliving.append(dist.group.WORLD)
+            # And those threads let go of the last messages' tensors only after they have said that these are done. That
+            # takes the same lock; a thread that asks for it once the interpreter is ending aborts the process.
+            time.sleep(_SETTLING)
         super().end_training()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:

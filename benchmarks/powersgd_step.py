@@ -212,8 +212,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--network", choices=[*NETWORKS, "all"], default="all")
     parser.add_argument("--ranks", type=int, default=2, help="processes, spread over the hosts")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each hook")
-    parser.add_argument("--steps", type=int, default=2, help="steps a turn")
-    parser.add_argument("--quick", action="store_true", help="the mlp alone, r = 1 and 4: 5 minutes, not 30")
+    parser.add_argument("--steps", type=int, default=5, help="steps a turn")
+    parser.add_argument("--quick", action="store_true", help="the mlp alone, r = 1 and 4: 8 minutes, not 60")
     chosen = parser.parse_args()
     if chosen.ranks < 2 or chosen.ranks % 2:
         parser.error(f"--ranks must be even, to be spread over two hosts, got {chosen.ranks}")
