@@ -11,6 +11,11 @@ needs something. The one that sends holds a frame until it was taken. The one th
 a call begins (`plan` knows), so it waits for a message only where one is to come, and between calls for work. It is
 ahead of compute by a frame, or by as many as it takes to reach the frame that is asked for.
 
+gloo sends a message only when the other side has said that it has memory for it. So that a frame need not go to and fro
+for each of its messages, the tensors' memory is offered together with the header's: within a call the next frame is
+likely to have the description of the last one. The tensors of each description have a tag of their own; if another one
+comes, the offer stands until one of that description does.
+
 Headers and pickles always travel by a gloo group of the pipe's own, payloads by the device's backend. With NCCL all
 messages between two ranks that share a communicator are done one after another on one stream, so an early receive would
 hold up every send behind it, and two ranks could wait for each other for ever. Hence there is a communicator for each
@@ -39,14 +44,15 @@ from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.core.pipeline.failure import Failure
 from lightning_distkit.core.pipeline.frames import Description, Parcel, as_bytes, from_bytes
 from lightning_distkit.core.pipeline.inbox import FOREVER, Channel, Inbox, UnderWay, channel_of
-from lightning_distkit.core.pipeline.plan import Message
+from lightning_distkit.core.pipeline.plan import Direction, Message
 from lightning_distkit.core.pipeline.watch import Broken, Ends, Watch, lost, mismatch
 from lightning_distkit.core.reuse import Buffers
 
 # Call, source, stage, micro-batch, signature, status, number of the description, length of the pickle.
 _HEADER = struct.Struct("<8q")
 _KNOWN, _NEW, _FAILURE = 0, 1, 2  # status
-_MAX_DESCRIPTIONS = 1024  # that a channel remembers, then it begins anew
+_MAX_DESCRIPTIONS = 1024  # that a channel remembers, then it forgets them all; their numbers are never used again
+_MAX_OFFERS = 4  # of memory, that stand
 
 
 class Transport:
@@ -62,7 +68,7 @@ class Transport:
         self.ledger = ledger
         self.waited = 0.0  # seconds, since the beginning
         self.watch = Watch(ends, self.rank)
-        self._inbox: Inbox[Parcel | _OnStream | Failure] = Inbox()
+        self._inbox: Inbox[Parcel | _Coming | Failure] = Inbox()
         self._under_way = UnderWay()
         self._incoming: dict[Channel, _Incoming] = {}
         self._outgoing: dict[Channel, _Outgoing] = {}
@@ -97,7 +103,7 @@ class Transport:
             raise Broken(frame)
         if isinstance(frame, Parcel) and self.ends.wire != self.ends.device:
             frame.tensors = [tensor.to(self.ends.device) for tensor in frame.tensors]
-        return frame.here() if isinstance(frame, _OnStream) else frame
+        return frame.here() if isinstance(frame, _Coming) else frame
 
     def send(self, message: Message, what: Parcel | Failure) -> None:
         """Start to send; never blocks, and never raises: who is lost is found by `receive` and `finish`."""
@@ -158,7 +164,8 @@ class _Outgoing:
         self._ends = ends
         self._under_way = under_way
         self._known: dict[tuple[bytes, tuple[Description, ...]], int] = {}
-        self._work: SimpleQueue[tuple[Message, list[Tensor]] | None] = SimpleQueue()
+        self._n_described = 0
+        self._work: SimpleQueue[tuple[Message, list[tuple[Tensor, int]]] | None] = SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name="pipe-send").start()
 
     def send(self, message: Message, number: int, signature: int, what: Parcel | Failure) -> tuple[int, int]:
@@ -171,14 +178,14 @@ class _Outgoing:
         control = [_row(bytearray(each)) for each in (header, pickled) if each]
         group = self._ends.payload_group(message)
         self._under_way.add(message)
+        rows = [(row, int(message.direction)) for row in control]
         if group is self._ends.control:
-            self._work.put((message, control + payload))
+            rows += [(row, _tag(message.direction, described)) for row in payload]
         else:  # from the stream that has made them
             sent = [group.send([row], message.target, int(message.direction)) for row in payload]
             self._under_way.add_of_streams(sent)
-            self._work.put((message, control))
-        rows = control + payload
-        return sum(row.nbytes for row in rows), len(rows)
+        self._work.put((message, rows))
+        return sum(row.nbytes for row in control + payload), len(control + payload)
 
     def close(self) -> None:
         self._work.put(None)
@@ -189,11 +196,14 @@ class _Outgoing:
             del work  # or the memory of what was sent is held until something else is
             self._under_way.done(message, taken)
 
-    def _send(self, message: Message, rows: list[Tensor]) -> bool:
-        """Whether it was taken; not if the target is lost."""
-        control, tag = self._ends.control, int(message.direction)
+    def _send(self, message: Message, rows: list[tuple[Tensor, int]]) -> bool:
+        """Whether it was taken; not if the target is lost.
+
+        Args:
+            rows: each message and its tag.
+        """
         try:
-            works = [control.send([row], message.target, tag) for row in rows]
+            works = [self._ends.control.send([row], message.target, tag) for row, tag in rows]
             for work in works:
                 work.wait(FOREVER)
         except RuntimeError:
@@ -210,19 +220,22 @@ class _Outgoing:
             return _KNOWN, number, b""
         if len(self._known) == _MAX_DESCRIPTIONS:
             self._known.clear()
-        number = self._known[description] = len(self._known)
+        number = self._known[description] = self._n_described
+        self._n_described += 1
         return _NEW, number, pickle.dumps(description)
 
 
 class _Incoming:
     """The receiving end of a channel: a thread that waits for work, and then for what it has been told will come."""
 
-    def __init__(self, ends: Ends, inbox: Inbox[Parcel | _OnStream | Failure]) -> None:
+    def __init__(self, ends: Ends, inbox: Inbox[Parcel | _Coming | Failure]) -> None:
         self._ends = ends
         self._inbox = inbox
         self._work: SimpleQueue[tuple[int, int, Sequence[Message]] | None] = SimpleQueue()
         self._known: dict[int, tuple[bytes, tuple[Description, ...]]] = {}
         self._buffers = Buffers()
+        self._offers: dict[int, _Coming] = {}  # memory for a frame, by the number of its description
+        self._last: int | None = None  # the description of this call's last frame
         self._end: Failure | None = None  # why nothing can come any more
         threading.Thread(target=self._serve, daemon=True, name="pipe-receive").start()
 
@@ -241,17 +254,20 @@ class _Incoming:
             torch.cuda.set_device(self._ends.device)
         while (work := self._work.get()) is not None:
             number, signature, messages = work
+            self._last = None
             for message in messages:
                 if not self._inbox.admits(message):
                     return
                 # And keep no reference: a frame is free when whoever has read it lets it go.
                 self._inbox.put(message, self._end or self._receive(message, number, signature))
 
-    def _receive(self, message: Message, number: int, signature: int) -> Parcel | _OnStream | Failure:
+    def _receive(self, message: Message, number: int, signature: int) -> Parcel | _Coming | Failure:
         control, tag = self._ends.control, int(message.direction)
         try:
             header = bytearray(_HEADER.size)
-            control.recv([_row(header)], message.source, tag).wait(FOREVER)
+            work = control.recv([_row(header)], message.source, tag)
+            self._offer(message)
+            work.wait(FOREVER)
             *numbers, status, described, length = _HEADER.unpack(header)
             if numbers != [number, message.source, message.stage, message.micro_batch, signature]:
                 self._end = mismatch(self._ends, message, number, numbers)
@@ -263,41 +279,59 @@ class _Incoming:
                     failure: Failure = pickle.loads(pickled)
                     return failure
                 self._known[described] = pickle.loads(pickled)
-            return self._payload(message, *self._known[described])
+                self._known.pop(described - _MAX_DESCRIPTIONS, None)
+            self._last = described
+            coming = self._offers.pop(described, None) or self._coming(message, described)
+            if self._ends.payload_group(message) is not self._ends.control:
+                return coming
+            for each in coming.works:
+                each.wait(FOREVER)
+            return coming.parcel
         except Exception as error:
             self._end = lost(self._ends, message.source, str(error))
             return self._end
 
-    def _payload(self, message: Message, skeleton: bytes, described: tuple[Description, ...]) -> Parcel | _OnStream:
-        group, tag = self._ends.payload_group(message), int(message.direction)
+    def _offer(self, message: Message) -> None:
+        """Offer memory for a frame like the last one; not by NCCL, whose receives are done in the order of posting."""
+        last = self._last
+        if last is None or last in self._offers or len(self._offers) == _MAX_OFFERS:
+            return
+        if self._ends.payload_group(message) is self._ends.control:
+            self._offers[last] = self._coming(message, last)
+
+    def _coming(self, message: Message, described: int) -> _Coming:
+        skeleton, descriptions = self._known[described]
+        group = self._ends.payload_group(message)
+        tag = _tag(message.direction, described) if group is self._ends.control else int(message.direction)
         tensors, works = [], []
-        for shape, dtype, _ in described:
+        for shape, dtype, _ in descriptions:
             row = self._buffers.take(prod(shape) * dtype.itemsize, torch.uint8, self._ends.wire)
             if row.numel():
                 works.append(group.recv([row], message.source, tag))
             tensors.append(from_bytes(row, shape, dtype))
-        parcel = Parcel(skeleton, tensors, [wants_grad for _, _, wants_grad in described])
-        if group is not self._ends.control:
-            return _OnStream(parcel, works)
-        for work in works:
-            work.wait(FOREVER)
-        return parcel
+        return _Coming(Parcel(skeleton, tensors, [wants_grad for _, _, wants_grad in descriptions]), works)
 
 
-class _OnStream:
-    """A frame whose tensors are ordered by streams: to be waited for by the thread that uses them."""
+class _Coming:
+    """A frame whose tensors are under way. On streams, the thread that uses them is to wait for them."""
 
     def __init__(self, parcel: Parcel, works: list[dist.Work]) -> None:
-        self._parcel = parcel
-        self._works = works
+        self.parcel = parcel
+        self.works = works
 
     def here(self) -> Parcel:
-        for work in self._works:
+        """The frame, for the current stream."""
+        for work in self.works:
             work.wait()  # the current stream waits; the host does not
-        for tensor in self._parcel.tensors:
+        for tensor in self.parcel.tensors:
             # The receiving thread has allocated it, on a current stream of its own.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return self._parcel
+        return self.parcel
+
+
+def _tag(direction: Direction, described: int) -> int:
+    """Of the tensors of a description, where gloo carries them; headers and pickles have the direction's number."""
+    return (1 + described) * len(Direction) + int(direction)
 
 
 def _row(memory: bytearray) -> Tensor:

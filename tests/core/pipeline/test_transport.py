@@ -79,6 +79,29 @@ def test_more_different_frames_than_a_channel_remembers() -> None:
     run_ranks(2, more_descriptions_than_are_remembered)
 
 
+def runs_of_changing_shapes() -> int:
+    """Memory is offered for a frame like the last; where another comes, the offer stands for a later one."""
+    ends = transport()
+    me, it = dist.get_rank(), 1 - dist.get_rank()
+    random = torch.Generator().manual_seed(0)
+    for number in range(6):
+        rows = [int(n) for n in torch.randint(0, 7, (8,), generator=random) for _ in range(2)]
+        frames = [torch.full((n, 3), float(i + number)) for i, n in enumerate(rows)]
+        ends.begin(number, 0, [messages(it, len(frames))])
+        for message, frame in zip(messages(me, len(frames)), frames, strict=True):
+            ends.send(message, pack([frame, frame + 0.5]))
+        for message, frame in zip(messages(it, len(frames)), frames, strict=True):
+            assert same(values(ends.receive(message)), [frame, frame + 0.5])
+        ends.finish()
+    (channel,) = ends._incoming.values()
+    return len(channel._offers)
+
+
+def test_shapes_may_change_in_a_call_and_a_few_offers_of_memory_stand() -> None:
+    for n_offers in run_ranks(2, runs_of_changing_shapes):
+        assert 0 < n_offers <= module._MAX_OFFERS
+
+
 def ahead() -> list[float]:
     """While the reader is busy the next frame arrives, and no more than that; who sends is never held up."""
     ends = transport()
