@@ -1,6 +1,6 @@
 """The public names, their arguments and defaults: what a release may not change by accident.
 
-After a change that is meant, ``python -m tests.test_api`` writes them anew; the difference belongs into docs/changelog.md.
+After a change that is meant, ``python -m tests.test_api`` writes them anew; it belongs into docs/changelog.md as well.
 """
 
 from __future__ import annotations
