@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.core.pipeline import assembly, batchnorm, materialise, parking, rng, whole_state
+from lightning_distkit.core.pipeline.call import Call
 from lightning_distkit.core.pipeline.data_parallel import Averaging
 from lightning_distkit.core.pipeline.drain import Drain, Due, input_gradients
-from lightning_distkit.core.pipeline.engine import Call, Engine, Event, Stage
+from lightning_distkit.core.pipeline.engine import Engine, Event
 from lightning_distkit.core.pipeline.failure import StageError
 from lightning_distkit.core.pipeline.frames import Parcel
 from lightning_distkit.core.pipeline.microbatch import merge, row_counts, split_call
@@ -33,6 +34,7 @@ from lightning_distkit.core.pipeline.partition import resolve_balance
 from lightning_distkit.core.pipeline.plan import Kind, Layout
 from lightning_distkit.core.pipeline.sequential import PipeSequential
 from lightning_distkit.core.pipeline.skip import skip_layout, verify_skippables
+from lightning_distkit.core.pipeline.stage import Stage
 from lightning_distkit.core.pipeline.tied import TiedParameters
 from lightning_distkit.core.pipeline.transport import Transport
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_distkit.core.pipeline import parking
-from lightning_distkit.core.pipeline.engine import Call
+from lightning_distkit.core.pipeline.call import Call
 
 
 def input_gradients(call: Call) -> list[Tensor | None]:
