@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelerate_plugins.accelerator import Accelerator as Accelerator
     from accelerate_plugins.compression import PowerSGDPlugin as PowerSGDPlugin
+    from accelerate_plugins.pipe import PipePlugin as PipePlugin
     from accelerate_plugins.zero import ZeroPlugin as ZeroPlugin
 
-_MODULES = {"Accelerator": "accelerator", "PowerSGDPlugin": "compression", "ZeroPlugin": "zero"}
-__all__ = ["Accelerator", "PowerSGDPlugin", "ZeroPlugin"]
+_MODULES = {"Accelerator": "accelerator", "PipePlugin": "pipe", "PowerSGDPlugin": "compression", "ZeroPlugin": "zero"}
+__all__ = ["Accelerator", "PipePlugin", "PowerSGDPlugin", "ZeroPlugin"]
 
 
 def __getattr__(name: str) -> Any:

@@ -32,7 +32,7 @@ class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` with a plugin.
 
     Args:
-        plugin: `PowerSGDPlugin` or `ZeroPlugin`; by default what the environment says (see
+        plugin: `PipePlugin`, `PowerSGDPlugin` or `ZeroPlugin`; by default what the environment says (see
             `accelerate_plugins.config`), or none.
         args, kwargs: all that `accelerate.Accelerator` takes.
 
@@ -44,7 +44,7 @@ class Accelerator(accelerate.Accelerator):
 
     def __init__(self, *args: Any, plugin: Plugin | None = None, **kwargs: Any) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):
-            raise TypeError(f"plugin must be a PowerSGDPlugin or a ZeroPlugin, got {plugin!r}")
+            raise TypeError(f"plugin must be a PipePlugin, a PowerSGDPlugin or a ZeroPlugin, got {plugin!r}")
         other = config.from_environment()
         if plugin is not None and other is not None and plugin != other:
             raise ValueError(f"two plugins are asked for, {plugin} here and {other} by {config.CONFIG}; give one")

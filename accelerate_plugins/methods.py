@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import accelerate
 import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate_plugins.plugin import Plugin
 from lightning_distkit.core.collectives import Group
@@ -104,3 +104,29 @@ class PluginMethods(accelerate.Accelerator):
                 f"comm_hook={handler.comm_hook} of DistributedDataParallelKwargs cannot be had beside "
                 f"{type(self.plugin).__name__}, which reduces the gradients itself; take one of them out"
             )
+
+    def refuse_saving_on_each_node(self) -> None:
+        """Raise a ValueError if each machine is to have the files."""
+        if self.project_configuration.save_on_each_node:
+            raise ValueError(
+                f"save_on_each_node=True cannot be had with {type(self.plugin).__name__}: the whole state is gathered "
+                "on the main process only; save to a folder that all machines share"
+            )
+
+
+@contextmanager
+def instead(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Within this, one object has another method."""
+    before = owner.__dict__.get(name)
+    owner.__dict__[name] = function
+    try:
+        yield
+    finally:
+        del owner.__dict__[name]
+        if before is not None:
+            owner.__dict__[name] = before
+
+
+def listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """What clipping is given, as a list."""
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -18,6 +18,7 @@ PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd": ("accelerate_plugins.compression:PowerSGDPlugin", {}),
     "batched_powersgd": ("accelerate_plugins.compression:PowerSGDPlugin", {"hook": "batched_powersgd"}),
     "acp_sgd": ("accelerate_plugins.compression:PowerSGDPlugin", {"hook": "acp_sgd"}),
+    "pipe": ("accelerate_plugins.pipe:PipePlugin", {}),
     "zero": ("accelerate_plugins.zero:ZeroPlugin", {}),
     "zero_stage_1": ("accelerate_plugins.zero:ZeroPlugin", {"stage": 1}),
     "zero_stage_2": ("accelerate_plugins.zero:ZeroPlugin", {"stage": 2}),

@@ -21,6 +21,7 @@ _IN_WORDS = {
     "string": "text",
     "null": "null",
     "object": "a mapping",
+    "array": "a list",
 }
 
 
@@ -78,6 +79,8 @@ def _schema_of(annotation: Any) -> Schema:
         return {"enum": list(get_args(annotation))}
     if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
         return {"type": "object", "additionalProperties": _schema_of(get_args(annotation)[1])}
+    if origin is list:
+        return {"type": "array", "items": _schema_of(get_args(annotation)[0])}
     if origin in (Union, types.UnionType):
         either = [one for each in get_args(annotation) if (one := _schema_of(each))]
         return either[0] if len(either) == 1 else {"anyOf": either}
@@ -92,6 +95,8 @@ def fits(value: Any, its: Schema) -> bool:
         return any(value == each and type(value) is type(each) for each in its["enum"])
     if its["type"] == "object":
         return isinstance(value, Mapping) and all(fits(each, its["additionalProperties"]) for each in value.values())
+    if its["type"] == "array":
+        return isinstance(value, list) and all(fits(each, its["items"]) for each in value)
     if its["type"] == "number":
         return isinstance(value, int | float) and not isinstance(value, bool)
     return any(type(value) is each for each, name in _SIMPLE.items() if name == its["type"])

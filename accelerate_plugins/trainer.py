@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate_plugins.methods import PluginMethods
+from accelerate_plugins.methods import PluginMethods, instead
 
 
 def adapt(trainer: Any) -> None:
@@ -35,19 +35,6 @@ def _changed(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 
 
 @contextmanager
-def _instead(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Within this, one object has another method."""
-    before = owner.__dict__.get(name)
-    owner.__dict__[name] = function
-    try:
-        yield
-    finally:
-        del owner.__dict__[name]
-        if before is not None:
-            owner.__dict__[name] = before
-
-
-@contextmanager
 def _saving_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Every rank is here, and only one goes on to where the state is asked for."""
     from lightning_distkit.core.zero import sharding_of
@@ -57,14 +44,14 @@ def _saving_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         yield
         return
     state, save = self.accelerator.get_state_dict(module), self._save
-    with _instead(self, "_save", lambda output_dir=None, state_dict=None: save(output_dir, state_dict or state)):
+    with instead(self, "_save", lambda output_dir=None, state_dict=None: save(output_dir, state_dict or state)):
         yield
 
 
 @contextmanager
 def _saving_the_optimizer(self: Any, output_dir: str, *args: Any, **kwargs: Any) -> Iterator[None]:
     state = self.optimizer.state_dict()
-    with _instead(self.optimizer, "state_dict", lambda: state):
+    with instead(self.optimizer, "state_dict", lambda: state):
         yield
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     self.accelerator.save_own_state(output_dir)
@@ -82,7 +69,7 @@ def _loading_the_optimizer(self: Any, checkpoint: str | None, *args: Any, **kwar
 def _loading_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     from torch.nn.modules.module import _IncompatibleKeys
 
-    from accelerate_plugins.zero_methods import with_tied
+    from accelerate_plugins.model_files import with_tied
     from lightning_distkit.core.zero import load_module_full_state_dict, sharding_of
 
     module = _module(self)
@@ -93,11 +80,11 @@ def _loading_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     plain = module.load_state_dict
 
     def load(state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
-        with _instead(module, "load_state_dict", plain):
+        with instead(module, "load_state_dict", plain):
             load_module_full_state_dict(module, with_tied(state_dict, module), strict)
         return _IncompatibleKeys([], [])
 
-    with _instead(module, "load_state_dict", load):
+    with instead(module, "load_state_dict", load):
         yield
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import MODEL_NAME, SAFE_MODEL_NAME
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accelerate_plugins.methods import PluginMethods
+from accelerate_plugins.methods import PluginMethods, listed
+from accelerate_plugins.model_files import read_model, with_tied
 from accelerate_plugins.zero import ZeroPlugin
 from lightning_distkit.core.ledger import Ledger
 from lightning_distkit.core.zero import (
@@ -134,12 +133,12 @@ class ZeroMethods(PluginMethods):
         optimizers = self._to_clip()
         if not optimizers:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
-        return clip_grad_norm_(optimizers, _listed(parameters), max_norm, norm_type)
+        return clip_grad_norm_(optimizers, listed(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         optimizers = self._to_clip()
         if optimizers:
-            clip_grad_value_(optimizers, _listed(parameters), clip_value)
+            clip_grad_value_(optimizers, listed(parameters), clip_value)
         else:
             super().clip_grad_value_(parameters, clip_value)
 
@@ -155,17 +154,13 @@ class ZeroMethods(PluginMethods):
     # -- checkpoints
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        if self.project_configuration.save_on_each_node:
-            raise ValueError(
-                "save_on_each_node=True cannot be had with ZeroPlugin: the whole state is gathered on the main process "
-                "only; save to a folder that all machines share"
-            )
+        self.refuse_saving_on_each_node()
         return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
         for number, model in enumerate(models):
             module = self.unwrap_model(model, keep_torch_compile=False)
-            load_module_full_state_dict(module, with_tied(_read(Path(input_dir), number), module))
+            load_module_full_state_dict(module, with_tied(read_model(Path(input_dir), number), module))
         # Accelerate would load whole tensors into shards, or refuse to load into parameters that share a bucket.
         models.clear()
 
@@ -258,35 +253,9 @@ def _share(model: nn.Module, optimizer: Sharded) -> bool:
     return any(param in own for param in model.parameters())
 
 
-def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
-
-
 def _refuse_inference_mode(module: nn.Module, args: Any) -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
             "in stage 3 the forward gathers parameters, which torch.inference_mode() does not allow: use "
             "torch.no_grad()"
         )
-
-
-def _read(folder: Path, number: int) -> dict[str, Any]:
-    """A model's state as Accelerate has written it; mapped, so that each rank reads its part."""
-    ending = f"_{number}" if number else ""
-    if (path := folder / f"{SAFE_MODEL_NAME}{ending}.safetensors").exists():
-        return load_file(path)
-    path = folder / f"{MODEL_NAME}{ending}.bin"
-    state: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    return state
-
-
-def with_tied(state: dict[str, Any], module: nn.Module) -> dict[str, Any]:
-    """With every name of a parameter that has several; safetensors has one of them."""
-    names: dict[int, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(param), []).append(name)
-    for alike in names.values():
-        known = next((name for name in alike if name in state), None)
-        if known is not None:
-            state = {**dict.fromkeys(alike, state[known]), **state}
-    return state

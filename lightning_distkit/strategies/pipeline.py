@@ -20,22 +20,22 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Optimizer
 
 from lightning_distkit.core.collectives import Group, PeerError, says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.compression import HOOKS
 from lightning_distkit.core.compression.hook import check_hook
 from lightning_distkit.core.ledger import Ledger
-from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES
+from lightning_distkit.core.pipeline.assembly import check_arguments
 from lightning_distkit.core.pipeline.dist import DistributedPipe
+from lightning_distkit.core.pipeline.grid import Grid
 from lightning_distkit.core.pipeline.lost import RollCall
-from lightning_distkit.core.pipeline.merged_state import merged
-from lightning_distkit.core.pipeline.partition import resolve_balance
-from lightning_distkit.core.pipeline.schedules import SCHEDULES
+from lightning_distkit.core.pipeline.merged_state import merged, own_optimizer_state
 from lightning_distkit.core.pipeline.shared_batch import SharedBatches
+from lightning_distkit.core.pipeline.sizes import check_size, resolved_sizes
 from lightning_distkit.core.pipeline.stage_norm import StageGradScaler, clip_grad_norm_, grad_norm
-from lightning_distkit.core.pipeline.starting_values import even_out, is_whole
+from lightning_distkit.core.pipeline.starting_values import is_whole
 from lightning_distkit.core.pipeline.within import PipeWithin, find_sequential
 from lightning_distkit.strategies import WRONG_MIRROR
 from lightning_distkit.strategies.checkpoint_file import load_mapped
@@ -111,13 +111,11 @@ class PipeStrategy(DDPStrategy):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        _check_arguments(chunks, checkpoint, schedule, n_stages_per_rank, outputs)
-        for name, size in (
-            ("pipeline_parallel_size", pipeline_parallel_size),
-            ("data_parallel_size", data_parallel_size),
-        ):
-            if size != "auto" and not (isinstance(size, int) and size > 0):
-                raise ValueError(f'{name} must be a whole number of at least 1, or "auto", got {size!r}')
+        # Here and now, not in every process later.
+        check_arguments(chunks, checkpoint, schedule, n_stages_per_rank, "all")
+        _check_outputs(outputs)
+        check_size("pipeline_parallel_size", pipeline_parallel_size)
+        check_size("data_parallel_size", data_parallel_size)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -144,6 +142,7 @@ class PipeStrategy(DDPStrategy):
         self._sync_replicated = sync_replicated
         self._saves_folders = save_distributed_checkpoint
         self._has_failed = False
+        self._grid: Grid | None = None  # and what is in it
         self._mesh: DeviceMesh | None = None
         self._world: dist.ProcessGroup | None = None  # that the groups below are parts of
         self._everyone: Group | None = None  # these two for messages on the CPU
@@ -171,18 +170,7 @@ class PipeStrategy(DDPStrategy):
         return self._resolved_sizes()[1]
 
     def _resolved_sizes(self) -> tuple[int, int]:
-        data, pipeline = self._sizes
-        world = self.num_nodes * self.num_processes
-        if pipeline == "auto":
-            pipeline = world // data if data != "auto" else world
-        if data == "auto":
-            data = world // pipeline
-        if data * pipeline != world:
-            raise ValueError(
-                f"data_parallel_size times pipeline_parallel_size must be the number of processes, {world}, got "
-                f"{self._sizes[0]} and {self._sizes[1]}"
-            )
-        return data, pipeline
+        return resolved_sizes(*self._sizes, self.num_nodes * self.num_processes)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -195,16 +183,9 @@ class PipeStrategy(DDPStrategy):
         if self._world is dist.group.WORLD:  # a second fit
             return
         self._world = dist.group.WORLD
-        self._mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=("data", "pipeline"))
-        self._stages = Group(self._mesh.get_group("pipeline"))
-        if dist.get_backend() == "gloo":
-            self._everyone, self._control = Group(self._world), self._stages
-        else:
-            timeout = self._timeout or default_pg_timeout
-            self._everyone = Group(dist.new_group(backend="gloo", timeout=timeout))
-            ranks = dist.get_process_group_ranks(self._mesh.get_group("pipeline"))
-            twin = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
-            self._control = Group(twin)
+        self._grid = Grid.of(sizes, self.root_device, self._timeout)
+        self._mesh, self._everyone = self._grid.mesh, self._grid.everyone
+        self._stages, self._control = self._grid.stages, self._grid.control
 
     @property
     def _data_group(self) -> dist.ProcessGroup:
@@ -273,39 +254,20 @@ class PipeStrategy(DDPStrategy):
                 each.process_group = self._data_group
 
     def _put_pipe_into(self, module: LightningModule) -> None:
-        assert self._everyone is not None
+        assert self._grid is not None
         given = self._path
         if given is None and callable(configure := getattr(module, "configure_pipeline", None)):
             given = configure()
-        path, sequential = find_sequential(module, given)
+        path, _ = find_sequential(module, given)
         tensors = (*module.parameters(), *module.buffers())
         self._is_in_parts = any(each.is_meta and getattr(each, "never_here", True) for each in tensors)
-        n_ranks = self.pipeline_parallel_size
-        n_stages = n_ranks * int(self._pipe_arguments["n_stages_per_rank"])
-        balance = self._balance
-        own: list[str] = []
-        if not is_whole(module):  # then layers go to where they will be
-            balance = resolve_balance("size" if isinstance(balance, str) else balance, sequential, n_stages)
-            stage_of = [stage for stage, count in enumerate(balance) for _ in range(count)]
-            names = zip(sequential._modules, stage_of, strict=True)
-            own = [name for name, stage in names if stage % n_ranks == self.global_rank % n_ranks]
-        even_out(module, sequential, own, self._everyone)
-        self._part = PipeWithin(module, path, lambda found: self._make_pipe(found, balance))
-        self._part.pipe.also_average(self._part.outside())
+        self._part = self._grid.put_pipe_into(
+            module, path, self._balance, self.root_device, timeout=self._timeout, **self._pipe_arguments
+        )
         if self._make_hook is not None:
             state, hook = self._make_hook(self._data_group)
             self.comm_state = state
             self._part.pipe.register_comm_hook(state, hook)
-
-    def _make_pipe(self, sequential: nn.Sequential, balance: Any) -> DistributedPipe:
-        return DistributedPipe(
-            sequential,
-            **self._pipe_arguments,
-            balance=balance,
-            mesh=self._mesh,
-            device=self.root_device,
-            timeout=self._timeout,
-        )
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -473,7 +435,7 @@ class PipeStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        own = [_own_state(*each) for each in zip(self.optimizers, states, strict=False)]
+        own = [own_optimizer_state(*each) for each in zip(self.optimizers, states, strict=False)]
         super().load_optimizer_state_dict({**checkpoint, "optimizer_states": own})
 
     # -- the end
@@ -527,15 +489,7 @@ class PipeStrategy(DDPStrategy):
         return f"<{type(self).__name__}, {self._pipe_arguments['schedule']}. {WRONG_MIRROR}>"
 
 
-def _check_arguments(chunks: Any, checkpoint: str, schedule: str, n_stages_per_rank: int, outputs: str) -> None:
-    """Here and now, not in every process later."""
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ValueError(f"chunks must be a positive integer, got {chunks!r}")
-    if checkpoint not in CHECKPOINT_MODES:
-        raise ValueError(f"checkpoint must be one of {', '.join(map(repr, CHECKPOINT_MODES))}, got {checkpoint!r}")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {schedule!r}")
-    SCHEDULES[schedule](1, 1, n_stages_per_rank)
+def _check_outputs(outputs: str) -> None:
     if outputs != "all":
         raise ValueError(f'outputs must be "all", as every rank computes the loss, got {outputs!r}')
 
@@ -553,13 +507,3 @@ def _hook_maker(hook: Any, arguments: dict[str, Any]) -> Callable[[dist.ProcessG
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     check_hook(function)
     return lambda group: (state if state is not None else group, function)
-
-
-def _own_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a whole optimizer's state is of parameters that are here."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    here = {n for n, each in enumerate(parameters) if not each.is_meta}
-    # The numbers in the state are those in its own groups, which go by position.
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    kept = {number for n, number in enumerate(numbers) if n in here}
-    return {**state, "state": {number: value for number, value in state["state"].items() if number in kept}}

@@ -16,7 +16,7 @@ from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate_plugins import Accelerator, PowerSGDPlugin, ZeroPlugin
+from accelerate_plugins import Accelerator, PipePlugin, PowerSGDPlugin, ZeroPlugin
 from accelerate_plugins.plugin import Plugin
 
 MAKERS: dict[str, Callable[[], Plugin | None]] = {
@@ -27,6 +27,8 @@ MAKERS: dict[str, Callable[[], Plugin | None]] = {
     "zero_1": lambda: ZeroPlugin(stage=1),  # all parameters in one bucket, and of the next in several
     "zero_2": lambda: ZeroPlugin(stage=2, bucket_cap_mb=0.002),
     "zero_3": lambda: ZeroPlugin(stage=3),
+    "pipe": lambda: PipePlugin(chunks=3),
+    "pipes": lambda: PipePlugin(chunks=3, pipeline_parallel_size=2),
 }
 COMPRESSIONS = ["powersgd", "acp_sgd", "batched_powersgd"]
 STAGES = ["zero_1", "zero_2", "zero_3"]

@@ -52,6 +52,19 @@ def check(
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"the module of a pipe must be an nn.Sequential, got {type(module).__name__}")
+    check_arguments(chunks, checkpoint, schedule, n_stages_per_rank, outputs)
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, got {timeout:g} seconds")
+
+
+def check_arguments(
+    chunks: object, checkpoint: object, schedule: object, n_stages_per_rank: object, outputs: object
+) -> None:
+    """Those that can be checked before there is a module.
+
+    Raises:
+        ValueError: one of them is wrong.
+    """
     for name, number in (("chunks", chunks), ("n_stages_per_rank", n_stages_per_rank)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name} must be a positive integer, got {number!r}")
@@ -64,8 +77,6 @@ def check(
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
     assert isinstance(n_stages_per_rank, int)
     SCHEDULES[str(schedule)](1, 1, n_stages_per_rank)
-    if not timeout > 0:
-        raise ValueError(f"timeout must be positive, got {timeout:g} seconds")
 
 
 def agreed(

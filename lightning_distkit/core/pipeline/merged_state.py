@@ -7,11 +7,12 @@ are missing. Tensors come one at a time, so that beyond the whole there is never
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group
 
@@ -132,3 +133,13 @@ def _filled(nest: Any, taken: Any) -> Any:
         return result
     values = [_filled(value, taken.get(n)) for n, value in enumerate(nest)]
     return type(nest)(*values) if hasattr(nest, "_fields") else type(nest)(values)
+
+
+def own_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a whole optimizer's state is of parameters that are here."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    here = {n for n, each in enumerate(parameters) if not each.is_meta}
+    # The numbers in the state are those in its own groups, which go by position.
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    kept = {number for n, number in enumerate(numbers) if n in here}
+    return {**state, "state": {number: value for number, value in state["state"].items() if number in kept}}

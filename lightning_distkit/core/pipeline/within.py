@@ -47,7 +47,7 @@ def find_sequential(module: nn.Module, given: str | nn.Module | None = None) -> 
             path, found = given, module.get_submodule(given)
         except AttributeError:
             raise ValueError(f"{what}, and nothing is at {given!r}; found {listed}") from None
-    if not _is_plain(found):
+    if not is_plain_sequential(found):
         own = "with a forward of its own, " if isinstance(found, nn.Sequential) else ""
         raise ValueError(
             f"{what}, {own}got {type(found).__name__} at {path!r}; write its forward as a sequence of layers"
@@ -60,12 +60,13 @@ def _outermost(module: nn.Module) -> dict[str, nn.Sequential]:
     found: dict[str, nn.Sequential] = {}
     for path, each in module.named_modules():
         inside = any(not other or path.startswith(f"{other}.") for other in found)
-        if isinstance(each, nn.Sequential) and _is_plain(each) and not inside:
+        if isinstance(each, nn.Sequential) and is_plain_sequential(each) and not inside:
             found[path] = each
     return found
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain_sequential(module: nn.Module) -> bool:
+    """Whether it is an `nn.Sequential` that calls its layers one after another, and does nothing else."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 

@@ -1,0 +1,146 @@
+"""Data where several ranks see one batch: loaders, schedules, and values of all, by pipe and not by process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderShard
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor
+
+from accelerate_plugins.methods import PluginMethods
+from lightning_distkit.core.pipeline.grid import Grid
+from lightning_distkit.core.pipeline.shared_batch import SharedBatches
+
+
+class ReplicaMethods(PluginMethods):
+    """What of `accelerate.Accelerator` counts processes, where it is pipes that have batches of their own."""
+
+    grid: Grid
+    _batches: SharedBatches | None  # of the first stage, for the others
+    _counts_pipes = False
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of pipes, each of which has batches of its own."""
+        return self.grid.data.world_size
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """The number of ranks of a pipe."""
+        return self.grid.stages.world_size
+
+    @property
+    def num_processes(self) -> int:
+        return self.grid.data.world_size if self._counts_pipes else int(super().num_processes)
+
+    @property
+    def process_index(self) -> int:
+        return self.grid.data.rank if self._counts_pipes else int(super().process_index)
+
+    @property
+    def dispatch_batches(self) -> bool:
+        # Accelerate's default for iterable datasets gives each process a slice of what the first one has read.
+        return bool(super().dispatch_batches)
+
+    @contextmanager
+    def _counting_pipes(self) -> Iterator[None]:
+        self._counts_pipes = True
+        try:
+            yield
+        finally:
+            self._counts_pipes = False
+
+    # -- loaders and schedules
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._counting_pipes():
+            return self._shared(super().prepare_data_loader(*args, **kwargs))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        return self._shared(super().skip_first_batches(dataloader, num_batches))
+
+    def _shared(self, loader: Any) -> Any:
+        """The same loader, that gives every stage the first one's batches."""
+        kind: Any = type(loader)
+        if self._batches is not None and kind is DataLoaderShard:
+            # Accelerate's class has a property of this name, which cannot be set.
+            vars(object)["__class__"].__set__(loader, SharedLoader)
+            loader.batches = self._batches
+        return loader
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        prepared: Any = super().prepare_scheduler(scheduler)
+        kind: Any = type(prepared)
+        if kind is AcceleratedScheduler:
+            prepared.__class__ = SchedulerOfPipes
+            prepared.n_pipes = self.data_parallel_size
+        return prepared
+
+    # -- values of all: the stages of a pipe have the same, so one of them counts
+
+    def gather(self, tensor: Any) -> Any:
+        if self.data_parallel_size == 1:
+            return tensor
+        return recursively_apply(self._gathered, tensor, error_on_other_type=True)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().contiguous()
+        tensor = tensor[None] if tensor.dim() == 0 else tensor
+        each = [torch.empty_like(tensor) for _ in range(self.data_parallel_size)]
+        dist.all_gather(each, tensor, group=self.grid.data.process_group)
+        return torch.cat(each)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not _are_tensors(input_data):
+            # That gathers lists of objects over all processes: the first stage's, and of the others none.
+            return super().gather_for_metrics(input_data if self.grid.stages.rank == 0 else [], True)
+        return super().gather_for_metrics(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        def reduced(each: Tensor) -> Tensor:
+            total = each.detach().clone()
+            self.grid.data.all_reduce(total).wait()
+            if reduction == "mean":
+                total /= self.data_parallel_size
+            return total if scale == 1.0 else total * scale
+
+        return recursively_apply(reduced, tensor, error_on_other_type=True)
+
+
+class SharedLoader(DataLoaderShard):
+    """Gives every rank of a pipe the first one's batches. Iterating it is collective."""
+
+    batches: SharedBatches
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in super().__iter__():
+            yield self.batches.share(batch)
+
+
+class SchedulerOfPipes(AcceleratedScheduler):
+    """Steps once for each pipe, as Accelerate's does for each process: its steps are rows seen, as in one process."""
+
+    n_pipes: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        is_due = self.gradient_state.sync_gradients and not any(each.step_was_skipped for each in self.optimizers)
+        if not (is_due and self.step_with_optimizer) or self.split_batches:
+            super().step(*args, **kwargs)
+            return
+        for _ in range(self.n_pipes):
+            if self.scheduler._step_count <= getattr(self.scheduler, "total_steps", self.scheduler._step_count):
+                self.scheduler.step(*args, **kwargs)
+
+
+def _are_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda each: each, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
