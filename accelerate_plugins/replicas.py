@@ -15,13 +15,14 @@ from torch import Tensor
 
 from accelerate_plugins.methods import PluginMethods
 from lightning_distkit.core.pipeline.grid import Grid
-from lightning_distkit.core.pipeline.shared_batch import SharedBatches
+from lightning_distkit.core.pipeline.shared_batch import SharedBatches, random_state, set_random_state
 
 
 class ReplicaMethods(PluginMethods):
     """What of `accelerate.Accelerator` counts processes, where it is pipes that have batches of their own."""
 
     grid: Grid
+    _device: torch.device
     _batches: SharedBatches | None  # of the first stage, for the others
     _counts_pipes = False
 
@@ -63,7 +64,9 @@ class ReplicaMethods(PluginMethods):
             return self._shared(super().prepare_data_loader(*args, **kwargs))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        return self._shared(super().skip_first_batches(dataloader, num_batches))
+        loader = self._shared(super().skip_first_batches(dataloader, num_batches))
+        loader.resumes = True
+        return loader
 
     def _shared(self, loader: Any) -> Any:
         """The same loader, that gives every stage the first one's batches."""
@@ -71,7 +74,7 @@ class ReplicaMethods(PluginMethods):
         if self._batches is not None and kind is DataLoaderShard:
             # Accelerate's class has a property of this name, which cannot be set.
             vars(object)["__class__"].__set__(loader, SharedLoader)
-            loader.batches = self._batches
+            loader.batches, loader.generators_of = self._batches, self._device
         return loader
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
@@ -117,9 +120,16 @@ class SharedLoader(DataLoaderShard):
     """Gives every rank of a pipe the first one's batches. Iterating it is collective."""
 
     batches: SharedBatches
+    generators_of: torch.device
+    resumes = False  # in the middle of an epoch
 
     def __iter__(self) -> Iterator[Any]:
+        # To begin an epoch, torch's loader draws a number; the run that is resumed had done so before it was saved.
+        before = random_state(self.generators_of) if self.resumes else None
         for batch in super().__iter__():
+            if before is not None:
+                set_random_state(before, self.generators_of)
+                before = None
             yield self.batches.share(batch)
 
 

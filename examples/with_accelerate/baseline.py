@@ -1,4 +1,4 @@
-"""The task on two processes with Accelerate and DDP. `powersgd.py` and `zero.py` have a few marked lines changed.
+"""The task on two processes with Accelerate and DDP. The other scripts have a few marked lines changed.
 
 Run: accelerate launch --multi_gpu --num_processes 2 examples/with_accelerate/baseline.py
 

@@ -45,19 +45,19 @@ MADE: dict[str, dict[str, Any]] = {
 def resumed(plugin: str, path: Path) -> dict[str, tuple[bool, bool, int]]:
     results = {}
     for name, made in MADE.items():
-        run = Run.of(plugin, n_rows=80, shuffle=True, **made).train(6, save={3: path / name}, clip=0.5)
+        run = Run.of(plugin, n_rows=80, shuffle=True, **made).train(6, save={2: path / name}, clip=0.5)
         again = Run.of(plugin, n_rows=80, shuffle=True, **made)
         torch.manual_seed(7)
         again.accelerator.load_state(str(path / name))
-        again.train(3, skip=3, clip=0.5)
-        results[name] = torch.equal(run.weights(), again.weights()), run.losses[3:] == again.losses, len(again.losses)
+        again.train(4, skip=2, clip=0.5)
+        results[name] = torch.equal(run.weights(), again.weights()), run.losses[2:] == again.losses, len(again.losses)
     return results
 
 
 @pytest.mark.parametrize(("plugin", "n_ranks"), [("pipe", 2), ("pipe", 3), ("pipes", 4)])
 def test_a_run_resumed_in_mid_epoch_is_the_same_to_the_last_bit(plugin: str, n_ranks: int, tmp_path: Path) -> None:
     for results in run_ranks(n_ranks, resumed, plugin, tmp_path):
-        assert results == dict.fromkeys(MADE, (True, True, 3))
+        assert results == dict.fromkeys(MADE, (True, True, 4))
 
 
 # Accelerate steps a schedule once for each batch of the world, so the rate must not change where their number does.
