@@ -15,11 +15,12 @@ import pytest
 import torch
 import yaml
 
-from accelerate_plugins import PowerSGDPlugin, ZeroPlugin, config
+from accelerate_plugins import PipePlugin, PowerSGDPlugin, ZeroPlugin, config
 from accelerate_plugins.__main__ import main
 from accelerate_plugins.plugin import PLUGINS, Plugin, load
 from accelerate_plugins.schema import schema, settings
 from lightning_distkit.core.compression import PowerSGDState
+from lightning_distkit.core.pipeline import DistributedPipe
 from lightning_distkit.core.zero import ZeroOptimizer, shard_parameters
 from lightning_distkit.strategies import NAMES
 from tests.ranks import run_ranks
@@ -43,6 +44,9 @@ WAYS: dict[str, tuple[str, Plugin]] = {
     "plugin: powersgd\northogonalization_epsilon: 1e-8\nwire_dtype: bf16\nuse_error_feedback: false": (
         "PowerSGDPlugin(orthogonalization_epsilon=1e-8, wire_dtype='bf16', use_error_feedback=False)"
     ),
+    "plugin: pipe\nchunks: 4\nbalance: [2, 3]\nschedule: 1f1b\nmodule: model.layers\ntimeout: 60": (
+        "PipePlugin(chunks=4, balance=[2, 3], schedule='1f1b', module='model.layers', timeout=60)"
+    ),
 }  # type: ignore[assignment]
 
 
@@ -50,7 +54,7 @@ WAYS: dict[str, tuple[str, Plugin]] = {
 def test_file_environment_and_command_line_say_the_same(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = eval(str(WAYS[text]), {"ZeroPlugin": ZeroPlugin, "PowerSGDPlugin": PowerSGDPlugin})
+    wanted = eval(str(WAYS[text]), {each.__name__: each for each in (PipePlugin, PowerSGDPlugin, ZeroPlugin)})
     by_key = {key: yaml.safe_dump(value).removesuffix("...\n") for key, value in yaml.safe_load(text).items()}
     assert read(text, tmp_path) == wanted
     assert read(None, tmp_path, by_key) == wanted
@@ -88,7 +92,15 @@ WRONG: dict[str, str] = {
     "plugin: powersgd\nuse_error_feedback: 1": "use_error_feedback must be true or false, got 1",
     "plugin: powersgd\nwire_dtype: int8": "wire_dtype must be one of bf16, fp16, bfloat16, float16 or null, got 'int8'",
     "plugin: powersgd\nstart_powerSGD_iter: 1": "start_powerSGD_iter must be at least 2",
-    "plugin: powersg": "plugin must be one of powersgd, batched_powersgd, acp_sgd, zero,",
+    "plugin: powersg": "plugin must be one of powersgd, batched_powersgd, acp_sgd, pipe, zero,",
+    "plugin: pipe\nchunk: 4": "timeout; did you mean chunks?",
+    "plugin: pipe\nchunks: many": "chunks must be a whole number, got 'many'",
+    "plugin: pipe\nchunks: 0": "chunks must be a positive integer, got 0",
+    "plugin: pipe\nschedule: zb": "schedule must be one of gpipe, 1f1b, interleaved_1f1b, got 'zb'",
+    "plugin: pipe\nn_stages_per_rank: 2\nschedule: 1f1b": "n_stages_per_rank: 1f1b has one stage a rank, got 2",
+    "plugin: pipe\nbalance: [2, a]": "balance must be one of auto, size or a list, got [2, 'a']",
+    "plugin: pipe\ndata_parallel_size: 0": 'data_parallel_size must be a whole number of at least 1, or "auto", got 0',
+    "plugin: pipe\ntimeout: -1": "timeout must be positive, got -1 seconds",
     "stage: 2": "plugin is missing; it must be one of",
     "- plugin": "the file must be a mapping of keys to values",
     "plugin: [": "this is no YAML file that can be read",
@@ -160,10 +172,23 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[str]], dict[str, str], str]] = {
 }
 
 
+for _name, _environment, _words in (
+    ("deepspeed", {"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed (ACCELERATE_USE_DEEPSPEED=true"),
+    ("fsdp", {"ACCELERATE_USE_FSDP": "true"}, "FSDP"),
+    ("tpu", {"PJRT_DEVICE": "TPU"}, "a TPU"),
+):
+    COMMANDS[f"pipe and {_name}"] = (
+        lambda path: ["--plugin_config", str(path / "pipe.yaml"), "train.py"],
+        _environment,
+        f"pipe.yaml: PipePlugin cannot be had beside {_words}",
+    )
+
+
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_every_rank_says_the_same_and_exits_before_anything_is_run(kind: str, tmp_path: Path) -> None:
     (tmp_path / "unknown.yaml").write_text("plugin: zero\nstag: 2\n")
     (tmp_path / "good.yaml").write_text("plugin: zero\nstage: 2\n")
+    (tmp_path / "pipe.yaml").write_text("plugin: pipe\nchunks: 2\n")
     argv, environment, wanted = COMMANDS[kind]
     first, second = run_ranks(2, exits, argv(tmp_path), environment)
     assert first == second
@@ -182,12 +207,24 @@ def test_every_argument_of_the_core_objects_is_a_setting_with_its_default() -> N
         assert each.name in {*known, "stage"}
         if each.name in known and each.name != "policy":
             assert each.default is None  # the core object's own default is taken
+    theirs = {name: each.default for name, each in signature(DistributedPipe).parameters.items()}
+    for name, default in PipePlugin().pipe_arguments().items():
+        assert name == "chunks" or default == theirs.pop(name)
+    left = (
+        "module",
+        "chunks",
+        "sample",
+        "outputs",
+        "group",
+        "mesh",
+        "device",
+    )  # what no file can say, and what is fixed
+    assert set(theirs) == set(left)
     assert ZeroPlugin().policy == signature(shard_parameters).parameters["policy"].default
 
 
 def test_the_names_are_those_of_the_lightning_strategies() -> None:
-    others = ("ddp_noop", "pipe")  # no plugin is made of these
-    assert {name for name in NAMES if not name.startswith(others)} == set(PLUGINS) - {"zero"}
+    assert set(NAMES) - {"ddp_noop"} == set(PLUGINS) - {"zero"}  # of the first no plugin is made
 
 
 @pytest.mark.parametrize("name", PLUGINS)
@@ -223,7 +260,7 @@ def test_two_different_plugins_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match="two plugins are asked for"):
         Accelerator(plugin=ZeroPlugin(stage=1))
     monkeypatch.delenv("ACCELERATE_PLUGINS_PLUGIN")
-    with pytest.raises(TypeError, match="plugin must be a PowerSGDPlugin or a ZeroPlugin, got 'zero'"):
+    with pytest.raises(TypeError, match="plugin must be a PipePlugin, a PowerSGDPlugin or a ZeroPlugin, got 'zero'"):
         Accelerator(plugin="zero")  # type: ignore[arg-type]
 
 
@@ -233,6 +270,7 @@ import accelerate
 begin = time.process_time()
 import accelerate_plugins
 accelerate_plugins.Accelerator, accelerate_plugins.PowerSGDPlugin, accelerate_plugins.ZeroPlugin
+accelerate_plugins.PipePlugin
 print(time.process_time() - begin, [name for name in {names} if name in sys.modules])
 """
 
@@ -260,10 +298,12 @@ import sys
 for name in ("lightning", "lightning_fabric", "pytorch_lightning", "torchmetrics"):
     sys.modules[name] = None  # as if it were not installed
 import torch, accelerate_plugins
-from accelerate_plugins import __main__, accelerator, install, trainer, zero_methods, compression_methods
-for plugin in (accelerate_plugins.ZeroPlugin(stage=2), accelerate_plugins.PowerSGDPlugin()):
+from accelerate_plugins import __main__, accelerator, install, trainer, zero_methods, compression_methods, pipe_methods
+from accelerate_plugins import PipePlugin, PowerSGDPlugin, ZeroPlugin
+for plugin in (ZeroPlugin(stage=2), PowerSGDPlugin(), PipePlugin()):
     ours = accelerate_plugins.Accelerator(plugin=plugin, cpu=True)
-    model, optimizer = ours.prepare(net := torch.nn.Linear(2, 2), torch.optim.SGD(net.parameters(), 0.1))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model, optimizer = ours.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     ours.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
 print("trained")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -54,7 +55,19 @@ def test_powersgd_ends_near_where_ddp_does(baseline: float) -> None:
     assert "sent by each rank" in printed
 
 
-@pytest.mark.parametrize("name", ["zero.yaml", "powersgd.yaml"])
+def test_a_pipe_ends_where_ddp_does(baseline: float) -> None:
+    first, _ = run_ranks(2, run, "pipeline.py", [], timeout=120)
+    assert validation_loss(first) == pytest.approx(baseline, abs=2e-3)
+    assert "parameters held by this rank: 0.2" in first  # of 0.48 million
+
+
+def test_a_transformers_model_learns_through_a_pipe() -> None:
+    pytest.importorskip("transformers", reason="transformers is no dependency of the tests; install it to run these")
+    printed = run_ranks(2, run, "transformers_pipeline.py", [], timeout=150)[0]
+    assert validation_loss(printed) < 0.8 * math.log(256)  # what one knows who knows nothing
+
+
+@pytest.mark.parametrize("name", ["zero.yaml", "powersgd.yaml", "pipeline.yaml"])
 def test_the_yaml_files_are_for_the_unmodified_script(name: str, baseline: float) -> None:
     printed = run_ranks(2, run, "baseline.py", ["--plugin_config", str(FOLDER / name)], timeout=120)[0]
     assert validation_loss(printed) == pytest.approx(baseline, rel=0.1)

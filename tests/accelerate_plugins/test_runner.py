@@ -41,11 +41,11 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return said
 
 
-def check(said: dict[str, Any], wanted: dict[str, Any], plugin: str) -> None:
+def check(said: dict[str, Any], wanted: dict[str, Any], plugin: str, n_ranks: int = 2) -> None:
     assert said["plugin"] == plugin
-    assert said["num_processes"] == 2
+    assert said["num_processes"] == n_ranks
     assert said["pickles"]
-    if plugin == "ZeroPlugin":
+    if plugin != "PowerSGDPlugin":
         assert said["losses"] == pytest.approx(wanted["losses"], rel=1e-5)
         for ours, theirs in zip(said["weights"], wanted["weights"], strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
@@ -77,6 +77,23 @@ def test_an_unmodified_script_trains_as_with_ddp(
     assert said["argv"] == arguments
     assert said["class"] == ("Mine" if made_by == "subclass" else "Accelerator")
     assert said["own"] == (2 if made_by == "subclass" else None)
+
+
+def test_a_pipe_trains_as_one_process(tmp_path: Path) -> None:
+    run_ranks(1, plain, tmp_path / "one.json")
+    argv = ("-m", "accelerate_plugins", "--plugin", "pipe", "--chunks", "4", str(SCRIPT), str(tmp_path / "said.json"))
+    done = launch(*TWO, *argv)
+    assert done.returncode == 0, done.stderr
+    check(
+        json.loads((tmp_path / "said.json").read_text()), json.loads((tmp_path / "one.json").read_text()), "PipePlugin"
+    )
+
+
+def test_two_pipes_train_as_two_processes_with_ddp(wanted: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "pipe.yaml").write_text("plugin: pipe\nchunks: 4\npipeline_parallel_size: 2\n")
+    output = tmp_path / "said.json"
+    run_ranks(4, under_the_runner, ["--plugin_config", str(tmp_path / "pipe.yaml"), str(SCRIPT), str(output)])
+    check(json.loads(output.read_text()), wanted, "PipePlugin", n_ranks=4)
 
 
 def launch(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:

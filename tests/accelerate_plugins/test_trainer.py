@@ -104,3 +104,27 @@ def test_a_loop_with_a_transformers_model_trains_as_with_ddp(
         assert got["losses"][:n_before] == pytest.approx(looped["losses"][:n_before], rel=1e-5)
         assert got["losses"] != looped["losses"]
         assert sum(got["losses"][-10:]) == pytest.approx(sum(looped["losses"][-10:]), rel=0.2)
+
+
+def test_a_loop_with_a_transformers_model_trains_through_two_pipes_as_with_ddp(
+    looped: dict[str, Any], tmp_path: Path
+) -> None:
+    options = ["--plugin", "pipe", "--chunks", "3", "--pipeline_parallel_size", "2"]
+    run_ranks(4, run, options, [str(tmp_path / "said.json")], LOOP, timeout=150)
+    got = json.loads((tmp_path / "said.json").read_text())
+    assert got["n"] == 4
+    assert got["seen"] == 40
+    assert got["losses"] == pytest.approx(looped["losses"], rel=1e-5)
+    assert got["accuracies"] == looped["accuracies"]
+
+
+def test_a_loop_with_a_transformers_model_trains_through_one_pipe_as_in_one_process(tmp_path: Path) -> None:
+    run_ranks(1, run, [], [str(tmp_path / "one.json"), "--cpu"], LOOP, timeout=150)
+    run_ranks(2, run, ["--plugin", "pipe"], [str(tmp_path / "two.json")], LOOP, timeout=150)
+    one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
+    assert (one["n"], two["n"]) == (1, 2)
+    assert two["seen"] == one["seen"] == 40
+    # One process shuffles each epoch by numbers of the generator that a pipe's calls draw from as well.
+    n_first_epoch = len(one["losses"]) // 2
+    assert two["losses"][:n_first_epoch] == pytest.approx(one["losses"][:n_first_epoch], rel=1e-5)
+    assert two["accuracies"][0] == one["accuracies"][0]

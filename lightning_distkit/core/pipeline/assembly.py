@@ -76,7 +76,10 @@ def check_arguments(
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
     assert isinstance(n_stages_per_rank, int)
-    SCHEDULES[str(schedule)](1, 1, n_stages_per_rank)
+    try:
+        SCHEDULES[str(schedule)](1, 1, n_stages_per_rank)
+    except ValueError as error:
+        raise ValueError(f"n_stages_per_rank: {error}") from None
 
 
 def agreed(
