@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
@@ -24,7 +25,6 @@ class ReplicaMethods(PluginMethods):
     grid: Grid
     _device: torch.device
     _batches: SharedBatches | None  # of the first stage, for the others
-    _counts_pipes = False
 
     @property
     def data_parallel_size(self) -> int:
@@ -36,13 +36,16 @@ class ReplicaMethods(PluginMethods):
         """The number of ranks of a pipe."""
         return self.grid.stages.world_size
 
+    # Whoever asks wants to know how many batches there are in a step, to scale a rate or a loss, and which is his.
     @property
     def num_processes(self) -> int:
-        return self.grid.data.world_size if self._counts_pipes else int(super().num_processes)
+        """The number of pipes: the ranks of one act as one process."""
+        return self.grid.data.world_size
 
     @property
     def process_index(self) -> int:
-        return self.grid.data.rank if self._counts_pipes else int(super().process_index)
+        """Which pipe this rank is in."""
+        return self.grid.data.rank
 
     @property
     def dispatch_batches(self) -> bool:
@@ -50,18 +53,15 @@ class ReplicaMethods(PluginMethods):
         return bool(super().dispatch_batches)
 
     @contextmanager
-    def _counting_pipes(self) -> Iterator[None]:
-        self._counts_pipes = True
-        try:
-            yield
-        finally:
-            self._counts_pipes = False
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        # The state's own, asked of an object that counts pipes.
+        with PartialState.split_between_processes(self, inputs, apply_padding) as own:  # type: ignore[arg-type]
+            yield own
 
     # -- loaders and schedules
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        with self._counting_pipes():
-            return self._shared(super().prepare_data_loader(*args, **kwargs))
+        return self._shared(super().prepare_data_loader(*args, **kwargs))
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         loader = self._shared(super().skip_first_batches(dataloader, num_batches))

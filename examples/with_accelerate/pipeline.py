@@ -23,13 +23,13 @@ def main() -> None:
     accelerator = Accelerator(cpu=True, plugin=PipePlugin(chunks=4))  # <-- changed
     train, validation = task.read_rows()
     model = task.GPT()
-    # The stages of a pipe see one batch: it is as large as those of both processes were, and steps the schedule once.
-    optimizer, schedule = task.make_optimizer(model, task.STEPS)  # <-- changed
+    # Accelerate steps a schedule once for each process, so that its steps are rows seen, as in one process.
+    optimizer, schedule = task.make_optimizer(model, task.STEPS * accelerator.num_processes)
     model, optimizer, schedule, train, validation = accelerator.prepare(
         model,
         optimizer,
         schedule,
-        DataLoader(train, 2 * task.BATCH, shuffle=True, drop_last=True),  # <-- changed
+        DataLoader(train, 2 * task.BATCH, shuffle=True, drop_last=True),  # <-- changed: one batch for both processes
         DataLoader(validation, 4 * task.BATCH),
     )
 

@@ -181,7 +181,7 @@ def data(_: str) -> dict[str, Any]:
     """What is seen by this rank of several loaders, and gathered of it."""
     plugin = PipePlugin(chunks=2, pipeline_parallel_size=2)
     accelerator: Any = Accelerator(plugin=plugin, cpu=True)
-    torch.manual_seed(accelerator.process_index)  # the ranks' own numbers differ
+    torch.manual_seed(dist.get_rank())  # the ranks' own numbers differ
     found: dict[str, Any] = {}
     rows = TensorDataset(torch.arange(11.0))
     for name, loader in (
@@ -199,10 +199,12 @@ def data(_: str) -> dict[str, Any]:
             objects += accelerator.gather_for_metrics([str(each) for each in values.tolist()])
         skipped = list(accelerator.skip_first_batches(prepared, 2))
         found[name] = seen, sorted(gathered), len(objects), numbers, len(skipped)
-    number = torch.tensor(float(accelerator.process_index // 2))
+    number = torch.tensor(float(accelerator.process_index))
     found["reduced"] = [float(accelerator.reduce(number, how)) for how in ("sum", "mean")]
     found["sizes"] = (accelerator.data_parallel_size, accelerator.pipeline_parallel_size, accelerator.num_processes)
     found["gathered"] = accelerator.gather(number).tolist()
+    with accelerator.split_between_processes([1, 2]) as own:
+        found["split"] = own
     return found
 
 
@@ -225,8 +227,9 @@ def test_a_pipe_has_one_batch_and_each_row_counts_once(plugin: str) -> None:
         assert len(others) == n_pipes
     for each in results:
         assert each["reduced"] == [n_pipes - 1, (n_pipes - 1) / 2]
-        assert each["sizes"] == (n_pipes, 2, n_ranks)
+        assert each["sizes"] == (n_pipes, 2, n_pipes)
         assert each["gathered"] == (0.0 if n_pipes == 1 else [0.0, 1.0])
+    assert [each["split"] for each in results] == ([[1, 2]] * 2 if n_pipes == 1 else [[1], [1], [2], [2]])
 
 
 def test_accumulation_averages_between_pipes_once() -> None:
@@ -350,7 +353,7 @@ def other_plugins() -> None:
 
 
 def uneven() -> None:
-    run = Run.of("pipe")
+    run = Run.of("pipes 1")
     with run.accelerator.join_uneven_inputs([run.model], even_batches=False):
         run.train()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate_plugins import Accelerator, PipePlugin
@@ -71,7 +72,7 @@ def test_it_trains_as_in_one_process(n_stages: int, wanted: dict[str, Result]) -
 def with_dropout() -> tuple[list[float], bool]:
     """All stages see the same output, and no two rows have one mask."""
     accelerator = Accelerator(plugin=PipePlugin(chunks=2), cpu=True)
-    torch.manual_seed(accelerator.process_index)  # the ranks' own numbers differ
+    torch.manual_seed(dist.get_rank())  # the ranks' own numbers differ
     model = accelerator.prepare(LanguageModel(dropout=0.5))
     rows = {name: value[:1].repeat(2, 1) for name, value in batch(0).items()}
     outputs = model(**rows)

@@ -65,7 +65,7 @@ def trained(is_piped: bool) -> dict[str, Any]:
         torch.manual_seed(0)
         net = make()
         model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), 1e-3, eps=1e-4))
-        losses, norms = [], []
+        losses, norms, generated = [], [], []
         for number, n_rows in enumerate((6, 6, 10, 2)):  # of 10 there are as many as positions
             outputs = model(**batch(number, n_rows))
             accelerator.backward(outputs.loss)
@@ -76,7 +76,12 @@ def trained(is_piped: bool) -> dict[str, Any]:
         model.eval()
         with torch.no_grad():
             logits = model(**batch(9, 4)).logits
-        results[name] = losses, norms, logits, dict(accelerator.get_state_dict(model))
+            if name != "bert":
+                prompt = {key: value[:, :4] for key, value in batch(9, 4).items() if key != "labels"}
+                prompt["attention_mask"].fill_(1)
+                tokens = model.generate(**prompt, max_new_tokens=3, do_sample=False, use_cache=False, pad_token_id=0)
+                generated.append(tokens.tolist())
+        results[name] = losses, norms, logits, dict(accelerator.get_state_dict(model)), generated
     return results
 
 
@@ -88,7 +93,8 @@ def plain() -> dict[str, Any]:
 @pytest.mark.parametrize("n_stages", [2, 3])
 def test_they_train_as_in_one_process(n_stages: int, plain: dict[str, Any]) -> None:
     for rank, results in enumerate(run_ranks(n_stages, trained, True, timeout=150)):
-        for name, (losses, norms, logits, state) in results.items():
+        for name, (losses, norms, logits, state, generated) in results.items():
+            assert generated == plain[name][4], name
             assert losses == pytest.approx(plain[name][0], rel=1e-5), name
             assert norms == pytest.approx(plain[name][1], rel=1e-4), name
             torch.testing.assert_close(logits, plain[name][2], rtol=1e-4, atol=1e-5)

@@ -112,7 +112,7 @@ def test_a_loop_with_a_transformers_model_trains_through_two_pipes_as_with_ddp(
     options = ["--plugin", "pipe", "--chunks", "3", "--pipeline_parallel_size", "2"]
     run_ranks(4, run, options, [str(tmp_path / "said.json")], LOOP, timeout=150)
     got = json.loads((tmp_path / "said.json").read_text())
-    assert got["n"] == 4
+    assert got["n"] == 2
     assert got["seen"] == 40
     assert got["losses"] == pytest.approx(looped["losses"], rel=1e-5)
     assert got["accuracies"] == looped["accuracies"]
@@ -122,7 +122,7 @@ def test_a_loop_with_a_transformers_model_trains_through_one_pipe_as_in_one_proc
     run_ranks(1, run, [], [str(tmp_path / "one.json"), "--cpu"], LOOP, timeout=150)
     run_ranks(2, run, ["--plugin", "pipe"], [str(tmp_path / "two.json")], LOOP, timeout=150)
     one, two = (json.loads((tmp_path / name).read_text()) for name in ("one.json", "two.json"))
-    assert (one["n"], two["n"]) == (1, 2)
+    assert one["n"] == two["n"] == 1
     assert two["seen"] == one["seen"] == 40
     # One process shuffles each epoch by numbers of the generator that a pipe's calls draw from as well.
     n_first_epoch = len(one["losses"]) // 2

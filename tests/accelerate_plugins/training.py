@@ -28,6 +28,7 @@ MAKERS: dict[str, Callable[[], Plugin | None]] = {
     "zero_2": lambda: ZeroPlugin(stage=2, bucket_cap_mb=0.002),
     "zero_3": lambda: ZeroPlugin(stage=3),
     "pipe": lambda: PipePlugin(chunks=3),
+    "pipes 1": lambda: PipePlugin(pipeline_parallel_size=1),
     "pipes": lambda: PipePlugin(chunks=3, pipeline_parallel_size=2),
 }
 COMPRESSIONS = ["powersgd", "acp_sgd", "batched_powersgd"]
