@@ -12,7 +12,9 @@ import accelerate
 import torch.distributed as dist
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from accelerate_plugins.model_files import with_tied
 from accelerate_plugins.plugin import Plugin
 from lightning_distkit.core.collectives import Group
 
@@ -52,6 +54,19 @@ class PluginMethods(accelerate.Accelerator):
         Args:
             models: those that Accelerate is going to load; what is loaded here is to be taken out of the list.
         """
+
+    def has_part_of(self, model: nn.Module) -> bool:
+        """Whether a rank has but a part of the parameters of a prepared model."""
+        return False
+
+    def load_whole(self, model: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict, that every rank has, into a model of which each has a part."""
+        model.load_state_dict(with_tied(state, model), strict)
+
+    def whole_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of all ranks' parts, on rank 0. Collective."""
+        state: dict[str, Any] = optimizer.state_dict()
+        return state
 
     # Models go first, whatever the order of the arguments: optimizers are made of what the models then have.
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:

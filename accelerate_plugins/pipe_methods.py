@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_plugins import config
 from accelerate_plugins.methods import instead, listed
-from accelerate_plugins.model_files import names_of_tied, read_model, with_tied
+from accelerate_plugins.model_files import names_of_tied, read_model
 from accelerate_plugins.pipe import PipePlugin
 from accelerate_plugins.replicas import ReplicaMethods
 from lightning_distkit.core.ledger import Ledger
@@ -236,13 +237,23 @@ class PipeMethods(ReplicaMethods):
         with ExitStack() as stack:
             for optimizer in self._optimizers:
                 inner = getattr(optimizer, "optimizer", optimizer)
-                stack.enter_context(instead(inner, "state_dict", _whole_state_dict_of(inner, self.grid)))
+                stack.enter_context(instead(inner, "state_dict", partial(self._merged, inner.state_dict)))
             return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def has_part_of(self, model: nn.Module) -> bool:
+        return self._piped_of(model) is not None
+
+    def whole_state_of(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._merged(optimizer.state_dict)
+
+    def _merged(self, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        state = state_dict()
+        return merged(state, self.grid.control) if self.grid.data.rank == 0 else state
 
     def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
         for number, model in enumerate(models):
             module = self.unwrap_model(model)
-            module.load_state_dict(with_tied(read_model(Path(input_dir), number), module))
+            self.load_whole(module, read_model(Path(input_dir), number))
         models.clear()
 
 
@@ -252,16 +263,6 @@ class _Whole(nn.Module):
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__()
         self.state = state
-
-
-def _whole_state_dict_of(optimizer: Optimizer, grid: Grid) -> Any:
-    plain = optimizer.state_dict
-
-    def state_dict() -> dict[str, Any]:
-        state: dict[str, Any] = plain()
-        return merged(state, grid.control) if grid.data.rank == 0 else state
-
-    return state_dict
 
 
 def _use_no_cache(model: nn.Module) -> None:

@@ -37,10 +37,8 @@ def _changed(original: Callable[..., Any], around: Callable[..., Any]) -> Callab
 @contextmanager
 def _saving_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     """Every rank is here, and only one goes on to where the state is asked for."""
-    from lightning_distkit.core.zero import sharding_of
-
     module = _module(self)
-    if sharding_of(module) is None:
+    if not self.accelerator.has_part_of(module):
         yield
         return
     state, save = self.accelerator.get_state_dict(module), self._save
@@ -50,7 +48,7 @@ def _saving_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def _saving_the_optimizer(self: Any, output_dir: str, *args: Any, **kwargs: Any) -> Iterator[None]:
-    state = self.optimizer.state_dict()
+    state = self.accelerator.whole_state_of(self.optimizer)
     with instead(self.optimizer, "state_dict", lambda: state):
         yield
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -69,11 +67,8 @@ def _loading_the_optimizer(self: Any, checkpoint: str | None, *args: Any, **kwar
 def _loading_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
     from torch.nn.modules.module import _IncompatibleKeys
 
-    from accelerate_plugins.model_files import with_tied
-    from lightning_distkit.core.zero import load_module_full_state_dict, sharding_of
-
     module = _module(self)
-    if sharding_of(module) is None:
+    if not self.accelerator.has_part_of(module):
         yield
         return
 
@@ -81,7 +76,7 @@ def _loading_the_model(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
 
     def load(state_dict: dict[str, Any], strict: bool = True, assign: bool = False) -> _IncompatibleKeys:
         with instead(module, "load_state_dict", plain):
-            load_module_full_state_dict(module, with_tied(state_dict, module), strict)
+            self.accelerator.load_whole(module, state_dict, strict)
         return _IncompatibleKeys([], [])
 
     with instead(module, "load_state_dict", load):

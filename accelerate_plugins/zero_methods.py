@@ -30,6 +30,7 @@ from lightning_distkit.core.zero import (
     module_full_state_dict,
     shard_gradients,
     shard_parameters,
+    sharding_of,
     sync_buffers,
     sync_module_states,
 )
@@ -153,6 +154,12 @@ class ZeroMethods(PluginMethods):
 
     # -- checkpoints
 
+    def has_part_of(self, model: nn.Module) -> bool:
+        return sharding_of(model) is not None
+
+    def load_whole(self, model: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+        load_module_full_state_dict(model, with_tied(state, model), strict)
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         self.refuse_saving_on_each_node()
         return super().save_state(output_dir, safe_serialization, **kwargs)
@@ -160,7 +167,7 @@ class ZeroMethods(PluginMethods):
     def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
         for number, model in enumerate(models):
             module = self.unwrap_model(model, keep_torch_compile=False)
-            load_module_full_state_dict(module, with_tied(read_model(Path(input_dir), number), module))
+            self.load_whole(module, read_model(Path(input_dir), number))
         # Accelerate would load whole tensors into shards, or refuse to load into parameters that share a bucket.
         models.clear()
 

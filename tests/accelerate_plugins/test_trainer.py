@@ -66,6 +66,20 @@ def test_it_trains_evaluates_saves_and_resumes_as_with_ddp(stage: int, plain: Pa
     assert losses(plain)[-3:] == pytest.approx(losses(tmp_path)[-3:], rel=1e-4)
 
 
+def test_through_two_pipes_it_does_what_it_does_with_ddp(plain: Path, tmp_path: Path) -> None:
+    options = ["--plugin", "pipe", "--pipeline_parallel_size", "2"]
+    run_ranks(4, run, options, [str(tmp_path)], timeout=150)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert losses(tmp_path, name) == pytest.approx(losses(plain, name), rel=1e-4)
+    for folder in ("final", "checkpoint-3", "checkpoint-6"):
+        close(load_file(tmp_path / folder / "model.safetensors"), load_file(plain / folder / "model.safetensors"))
+    ours, theirs = (torch.load(each / "checkpoint-3" / "optimizer.pt") for each in (tmp_path, plain))
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-3, atol=1e-5)
+    wanted = losses(tmp_path)
+    run_ranks(4, run, options, [str(tmp_path), "--resume"], timeout=150)
+    assert losses(tmp_path)[-3:] == pytest.approx(wanted[-3:], rel=1e-4)
+
+
 def test_powersgd_resumes_with_each_ranks_error(tmp_path: Path) -> None:
     options = ["--plugin", "powersgd", "--start_powerSGD_iter", "2", "--min_compression_rate", "1"]
     run_ranks(2, run, options, [str(tmp_path)], timeout=150)
