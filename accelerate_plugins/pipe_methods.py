@@ -33,6 +33,8 @@ from lightning_distkit.core.pipeline.within import PipeWithin
 
 logger = logging.getLogger(__name__)
 
+_NUMBERS = "pipe_random_states.bin"  # of the generators that pipes' calls draw from
+
 
 @dataclass
 class Piped:
@@ -107,6 +109,9 @@ class PipeMethods(ReplicaMethods):
         for optimizer in self._optimizers:
             self._replace_parameters(optimizer)
         self._shares.share(None)  # layers around the pipe draw the same numbers from here on
+        # Of its own, so that the global ones, by which samplers shuffle, are those of one process.
+        seed = self.grid.everyone.everyones(torch.initial_seed(), torch.device("cpu"))[0]
+        piped.part.pipe.numbers = torch.Generator().manual_seed(seed + len(self._piped))
         return prepared
 
     def _put_pipe_into(self, model: nn.Module) -> Piped:
@@ -250,11 +255,21 @@ class PipeMethods(ReplicaMethods):
         state = state_dict()
         return merged(state, self.grid.control) if self.grid.data.rank == 0 else state
 
+    def save_own_state(self, output_dir: str) -> None:
+        if self.is_main_process:
+            torch.save([each.get_state() for each in self._numbers()], Path(output_dir, _NUMBERS))
+
     def load_own_state(self, models: list[nn.Module], input_dir: str) -> None:
+        if (path := Path(input_dir, _NUMBERS)).exists():  # not if it was saved without a pipe
+            for each, state in zip(self._numbers(), torch.load(path, weights_only=True), strict=False):
+                each.set_state(state)
         for number, model in enumerate(models):
             module = self.unwrap_model(model)
             self.load_whole(module, read_model(Path(input_dir), number))
         models.clear()
+
+    def _numbers(self) -> list[torch.Generator]:
+        return [each.part.pipe.numbers for each in self._piped if each.part.pipe.numbers is not None]
 
 
 class _Whole(nn.Module):

@@ -111,7 +111,10 @@ def test_n_stages_to_m_stages_and_plain_accelerate(tmp_path: Path) -> None:
         atol=1e-6,
     )
     names = {each.name for each in (tmp_path / "none 1").iterdir()}
-    assert {each.name for each in (tmp_path / "pipe 2").iterdir()} == names | {"random_states_1.pkl"}
+    assert {each.name for each in (tmp_path / "pipe 2").iterdir()} == names | {
+        "random_states_1.pkl",
+        "pipe_random_states.bin",
+    }
 
 
 def exported(path: Path) -> set[str]:

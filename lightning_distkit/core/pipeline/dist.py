@@ -74,6 +74,9 @@ class DistributedPipe(nn.Module):
         ValueError: an argument is wrong. Both on every rank, before anything is sent.
     """
 
+    # What calls draw a number from in place of the CPU's global generator; alike on every rank, and saved by its owner.
+    numbers: torch.Generator | None = None
+
     def __init__(
         self,
         module: nn.Sequential,
@@ -476,7 +479,7 @@ class DistributedPipe(nn.Module):
                 stack.enter_context(self._averaging.off())
                 if "F" in does:
                     stream = (self.data_rank, self.rank)
-                    stack.enter_context(rng.own_stream(rng.draw(), stream, self.device))
+                    stack.enter_context(rng.own_stream(rng.draw(self.numbers), stream, self.device))
                     if self.deferred_batch_norm:
                         for stage in self._engine.stages.values():
                             stack.enter_context(batchnorm.whole_batch(stage.layers))

@@ -16,9 +16,9 @@ import torch
 from lightning_distkit.core.pipeline.checkpoint import RngState
 
 
-def draw() -> int:
-    """One number from the global generator of the CPU."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+def draw(generator: torch.Generator | None = None) -> int:
+    """One number; by default from the global generator of the CPU."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
 @contextmanager
