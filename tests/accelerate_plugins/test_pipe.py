@@ -375,6 +375,16 @@ def several() -> None:
     Accelerator(plugin=PipePlugin(), cpu=True).prepare(nn.ModuleList([chain(), nn.ModuleDict({"a": chain()})]))
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2)] * 2)
+
+
+def the_same_layer() -> None:
+    Accelerator(plugin=PipePlugin(), cpu=True).prepare(Twice())
+
+
 def nothing_there() -> None:
     Accelerator(plugin=PipePlugin(module="encoder.layers"), cpu=True).prepare(Net())
 
@@ -416,6 +426,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
         "must be an nn.Sequential or an nn.ModuleList of one class, and one alone if it is not named",
     ),
     "several": (several, "found '0', '1.a'; name it: module="),
+    "the same layer": (the_same_layer, "must be different objects, to be on different ranks, but 2 of them are 1"),
     "nothing there": (nothing_there, "nothing is at 'encoder.layers'; found 'layers'"),
     "too few": (too_few, "4 stages need at least 4 layers, got 2"),
     "sizes": (sizes, "Accelerator(plugin=...): data_parallel_size times pipeline_parallel_size must be the number of"),

@@ -54,6 +54,7 @@ def _candidates(module: nn.Module) -> dict[str, nn.Module]:
     for path, each in module.named_modules():
         inside = any(not other or path.startswith(f"{other}.") for other in found)
         is_list = isinstance(each, nn.ModuleList) and len(each) > 1 and len({type(layer) for layer in each}) == 1
+        is_list = is_list and bool(path)  # by itself it has no forward
         if (is_list or is_plain_sequential(each)) and not inside:
             found[path] = each
     return found
@@ -66,6 +67,9 @@ class LayerList:
 
     Args:
         path: that of the list in ``module``.
+
+    Raises:
+        ValueError: a layer is in it twice.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
@@ -73,8 +77,14 @@ class LayerList:
         self._parent = module.get_submodule(path.rpartition(".")[0])
         self._name = path.rpartition(".")[2]
         self._list = module.get_submodule(path)
+        layers = list(self._list._modules.values())
+        if len(set(layers)) < len(layers):
+            raise ValueError(
+                f"the layers of {path} must be different objects, to be on different ranks, but {len(layers)} of them "
+                f"are {len(set(layers))}; name other layers"
+            )
         self.sequential = nn.Sequential(OrderedDict(self._list.named_children()))
-        self.sequential.train(self._list.training)
+        self.sequential.training = self._list.training  # and not train(), which would set the layers'
         self._parent._modules[self._name] = self.sequential
         self._hidden: Tensor | None = None
         self._notes: list[Note] = []  # of the forward under way
