@@ -79,7 +79,8 @@ def trained(is_piped: bool) -> dict[str, Any]:
             if name != "bert":
                 prompt = {key: value[:, :4] for key, value in batch(9, 4).items() if key != "labels"}
                 prompt["attention_mask"].fill_(1)
-                tokens = model.generate(**prompt, max_new_tokens=3, do_sample=False, use_cache=False, pad_token_id=0)
+                greedy = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+                tokens = accelerator.unwrap_model(model).generate(**prompt, **greedy)
                 generated.append(tokens.tolist())
         results[name] = losses, norms, logits, dict(accelerator.get_state_dict(model)), generated
     return results
