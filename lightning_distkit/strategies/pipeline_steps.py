@@ -63,8 +63,8 @@ class MicroSteps:
         pipe, outside = self._part.pipe, self._part.outside()
         batches = [each[0] for each in split((args[0],), pipe.chunks)]
         weights = [self._weight(each) for each in batches]
-        streams = _Streams(len(batches), self._device)
-        steps = _Steps(self._module, self._part, [(each, *args[1:]) for each in batches], streams)
+        streams = Streams(len(batches), self._device)
+        steps = Steps(self._module, self._part, [(each, *args[1:]) for each in batches], streams)
         inputs = self._inputs(steps)
         own = [*pipe.parameters(), *outside]
         with parking.set_aside(own) as made, pipe.no_sync():
@@ -74,20 +74,27 @@ class MicroSteps:
         self._sum_over_stages(made, outside)
         streams.end()
         told = self._told(steps, weights)
-        steps.take_metrics(told["metrics"], self._device)
-        for name, value, arguments in told["logs"]:
-            self._module.log(name, steps.loggable(value, self._device), **arguments)
+        self._take(told, steps)
         anchor = torch.empty(0, requires_grad=True)
         due: Tensor = Due.apply(loss.detach(), anchor, self._part, made, scale)  # type: ignore[no-untyped-call]
         if told["extra"] is None:
             return due
         return {**pytree.tree_map_only(Tensor, lambda each: each.to(self._device), told["extra"]), "loss": due}
 
-    def _told(self, steps: _Steps, weights: Sequence[float]) -> dict[str, Any]:
-        """What the last stage tells all."""
-        word: Any = None
-        error: Exception | None = None
-        if self._part.pipe.is_last:
+    def _take(self, told: dict[str, Any], steps: Steps) -> None:
+        """Have metrics and logged values as the last stage has them."""
+        steps.take_metrics(told["metrics"], self._device)
+        for name, value, arguments in told["logs"]:
+            self._module.log(name, steps.loggable(value, self._device), **arguments)
+
+    def _told(self, steps: Steps, weights: Sequence[float], error: Exception | None = None) -> dict[str, Any]:
+        """What the last stage tells all.
+
+        Args:
+            error: what was raised there, if anything was; it is raised on all.
+        """
+        word: Any = f"{type(error).__name__} on the last stage: {error}" if error is not None else None
+        if self._part.pipe.is_last and error is None:
             try:
                 word = steps.told(weights)
                 pickle.dumps(word)
@@ -107,7 +114,7 @@ class MicroSteps:
             next(leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         )
 
-    def _inputs(self, steps: _Steps) -> list[Any]:
+    def _inputs(self, steps: Steps) -> list[Any]:
         """Of each micro-batch what the pipe is called with; elsewhere than on the first stage what stands for it."""
         pipe = self._part.pipe
         found: list[Any] = []
@@ -172,14 +179,16 @@ class _AtThePipe(BaseException):  # no `except Exception` of a step is to stop i
         self.inputs = (args, kwargs)
 
 
-class _Steps:
+class Steps:
     """The steps of one batch's micro-batches.
 
     Args:
         args: of each step.
     """
 
-    def __init__(self, module: LightningModule, part: PipeWithin, args: Sequence[Any], streams: _Streams) -> None:
+    AtThePipe = _AtThePipe
+
+    def __init__(self, module: LightningModule, part: PipeWithin, args: Sequence[Any], streams: Streams) -> None:
         self._module = module
         self._part = part
         self._args = args
@@ -224,6 +233,10 @@ class _Steps:
                 )
             return output
 
+        return self._run_to_its_end(i, answer)
+
+    def _run_to_its_end(self, i: int, answer: Callable[..., Any]) -> Tensor:
+        """The loss of a step, in which ``answer`` is called in the place of the pipe."""
         logs: list[Any] = []
         with self._streams.of(i), self._instead_of_the_pipe(answer), self._logging_to(logs):
             returned = self._module.training_step(*self._args[i])
@@ -352,7 +365,7 @@ def _stand_in(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Te
     return torch.zeros((), dtype=dtype, device=device).expand(shape).requires_grad_()
 
 
-class _Streams:
+class Streams:
     """Random numbers of each micro-batch's step: the same on every stage, whatever else a stage runs of it."""
 
     def __init__(self, n: int, device: torch.device) -> None:

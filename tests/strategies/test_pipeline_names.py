@@ -25,7 +25,7 @@ from tests.strategies.test_compression_names import script
         (lambda: PipeStrategy(checkpoint="sometimes"), "checkpoint must be one of 'always', 'except_last', 'never'"),
         (lambda: PipeStrategy(schedule="pipedream"), "schedule must be one of 'gpipe', '1f1b', 'interleaved_1f1b'"),
         (lambda: PipeStrategy(schedule="1f1b", n_stages_per_rank=2), "1f1b has one stage a rank, got 2"),
-        (lambda: PipeStrategy(outputs="last"), 'outputs must be "all", as every rank computes the loss'),
+        (lambda: PipeStrategy(outputs="first"), "outputs must be one of 'all', 'last', got 'first'"),
         (lambda: PipeStrategy(data_parallel_size=0), "data_parallel_size must be a whole number of at least 1"),
         (lambda: PipeStrategy(data_parallel_hook="powrsgd"), "data_parallel_hook must be one of allreduce, noop"),
         (

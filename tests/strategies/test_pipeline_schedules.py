@@ -1,4 +1,4 @@
-"""With 1f1b a training step is one for each micro-batch, and all numbers are as on one device."""
+"""With 1f1b a step is one for each micro-batch, with outputs="last" the last stage's: numbers are one device's."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import torch
 import torchmetrics
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_distkit import PipeStrategy
 from tests.ranks import run_ranks
-from tests.strategies.pipe_modules import CLASSES, Net, metrics, one_device, trainer, weights
+from tests.strategies.pipe_modules import CLASSES, Net, metrics, one_device, rows, trainer, weights
 from tests.strategies.test_pipeline import Result, trained
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "interleaved_1f1b": {"schedule": "interleaved_1f1b", "n_stages_per_rank": 2},
+    "loss on the last stage": {"outputs": "last"},
 }
 ALIKE = [
     "plain",
@@ -138,7 +140,7 @@ def on_two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return run_ranks(2, all_of, request.param, tmp_path_factory.mktemp("pipe"), timeout=170)
 
 
-def test_training_with_a_step_a_micro_batch_equals_one_devices(
+def test_training_with_a_step_a_micro_batch_or_a_loss_on_the_last_stage_equals_one_devices(
     on_two_ranks: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     for kind in ALIKE:
@@ -171,3 +173,34 @@ def test_a_step_that_cannot_be_cut_is_refused_on_every_rank(on_two_ranks: list[d
     for each in on_two_ranks:
         for cls, text in REFUSED.items():
             assert text in each["said"][cls.__name__]
+
+
+class Quiet(Net):
+    """Has nothing to send but its output."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("rows", float(len(self(batch[0]))), reduce_fx="sum")
+
+
+def sent_by_the_last(folder: Path) -> list[int]:
+    sent = []
+    for outputs in ("all", "last"):
+        strategy = PipeStrategy(chunks=2, outputs=outputs)
+        net = Quiet()
+
+        class Counts(pl.Callback):
+            def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+                assert isinstance(trainer.strategy, PipeStrategy)
+                assert trainer.strategy.ledger is not None
+                sent.append(trainer.strategy.ledger.last_step.nbytes)
+
+        fit = trainer(strategy, folder, callbacks=[Counts()])
+        fit.fit(net, *(DataLoader(rows(24), batch_size=8) for _ in range(2)))
+        assert fit.callback_metrics["rows"] == 24  # in evaluation every rank has the output
+    return sent
+
+
+def test_the_output_is_sent_to_nobody_where_the_loss_is_on_the_last_stage(tmp_path: Path) -> None:
+    (_, _), (with_output, without) = run_ranks(2, sent_by_the_last, tmp_path)
+    output = 8 * 8 * 4  # rows, columns of the last layer, bytes
+    assert with_output - output - 200 < without <= with_output - output

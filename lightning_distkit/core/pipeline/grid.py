@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.pipeline.dist import DistributedPipe
@@ -38,13 +38,17 @@ class Grid:
         """
         if not dist.is_initialized():
             return cls(None, Group(), Group(), Group(), Group())
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("data", "pipeline"))
-        stages, data = Group(mesh.get_group("pipeline")), Group(mesh.get_group("data"))
+        # Not by init_device_mesh: its groups have torch's timeout, whatever is asked for here.
+        timeout = timeout or default_pg_timeout
+        numbers = torch.arange(dist.get_world_size()).view(sizes)
+        pipeline, _ = dist.new_subgroups_by_enumeration(numbers.tolist(), timeout)
+        above, _ = dist.new_subgroups_by_enumeration(numbers.T.tolist(), timeout)
+        mesh = DeviceMesh.from_group([above, pipeline], device.type, numbers, mesh_dim_names=("data", "pipeline"))
+        stages, data = Group(pipeline), Group(above)
         if dist.get_backend() == "gloo":
             return cls(mesh, Group(dist.group.WORLD), stages, stages, data)
-        timeout = timeout or default_pg_timeout
         everyone = Group(dist.new_group(backend="gloo", timeout=timeout))
-        ranks = dist.get_process_group_ranks(mesh.get_group("pipeline"))
+        ranks = dist.get_process_group_ranks(pipeline)
         twin = dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
         return cls(mesh, everyone, stages, Group(twin), data)
 

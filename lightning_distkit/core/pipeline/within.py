@@ -147,6 +147,12 @@ class PipeWithin:
         """Called within a backward: average gradients over the data replicas at its end."""
         self.pipe._averaging.queue()
 
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        """As the pipe's own, but parameters have the names of the whole module, on every rank alike."""
+        if hasattr(hook, "checked_state"):
+            hook.checked_state(state).claim(self.module)
+        self.pipe._averaging.use_hook(state, hook)
+
     def _counted_at(self) -> dict[Tensor, int]:
         """Of each parameter of the pipe the rank on which it counts: the first that has it."""
         counted: dict[Tensor, int] = {}
