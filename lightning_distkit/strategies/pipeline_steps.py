@@ -372,11 +372,16 @@ class Streams:
         self._device = device
         self._seeds = torch.empty(n, dtype=torch.int64).random_(2**31).tolist()
         self._after = random_state(device)
+        self._generators = [torch.default_generator]
+        if device.type not in ("cpu", "meta"):
+            self._generators.append(torch.get_device_module(device).default_generators[device.index or 0])
 
     @contextmanager
     def of(self, i: int) -> Iterator[None]:
         before = random_state(self._device)
-        torch.manual_seed(self._seeds[i])
+        # Not torch.manual_seed: that notes down, for every type of device, from where it was called; each time.
+        for generator in self._generators:
+            generator.manual_seed(self._seeds[i])
         random.seed(self._seeds[i])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(self._seeds[i])
