@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import LBFGS, Optimizer
 
-from lightning_distkit.core.collectives import PeerError, says_that_a_peer_is_lost, what_happened
+from lightning_distkit.core.collectives import Group, PeerError, says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.compression import HOOKS, PowerSGDState
 from lightning_distkit.core.compression.hook import check_hook
 from lightning_distkit.core.ledger import Ledger
@@ -183,8 +183,7 @@ class PipeStrategy(PipeCheckpoints):
             _optimizers_to_device(self.optimizers, self.root_device)
         assert self._stages is not None
         assert self._control is not None
-        assert self._everyone is not None
-        self._sigterm = Sigterm(trainer, self._everyone, self._control)
+        self._sigterm = Sigterm(trainer, self._control, Group(self._data_group), self.root_device)
         self._roll_call = RollCall(self._control)
         batches = SharedBatches(self._stages, self._control, self.root_device)
         batches.share(None)  # layers around the pipe draw the same numbers from here on

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_distkit.core.collectives import naming_the_cause
 from lightning_distkit.core.pipeline.failure import StageError
+from lightning_distkit.core.pipeline.told import told
 from lightning_distkit.strategies.pipeline_steps import MicroSteps, Steps, Streams
-
-_CPU = torch.device("cpu")
 
 
 class LastStageSteps(MicroSteps):
@@ -51,12 +50,12 @@ class LastStageSteps(MicroSteps):
         finally:
             pipe.outputs = before
         streams.end()
-        told = self._told(steps, [1.0], error)
-        self._take(told, steps)
+        word = self._told(steps, [1.0], error)
+        self._take(word, steps)
         if not pipe.is_last:
             anchor = torch.zeros((), device=self._device, requires_grad=True)  # the pipe may have nothing to train
-            loss = told["loss"].to(self._device) + loss.to(told["loss"].dtype) + anchor
-        extra = told["extra"]
+            loss = word["loss"].to(self._device) + loss.to(word["loss"].dtype) + anchor
+        extra = word["extra"]
         if extra is None:
             return loss
         return {**pytree.tree_map_only(Tensor, lambda each: each.to(self._device), extra), "loss": loss}
@@ -68,7 +67,7 @@ class LastStageSteps(MicroSteps):
         if not outside or last == 0:
             return
         is_last = self._part.pipe.is_last
-        has_grad = self._control.everyones([each.grad is not None for each in outside] if is_last else None, _CPU)[last]
+        has_grad = told([each.grad is not None for each in outside], self._control, source=last)
         assert self._stages.process_group is not None
         for parameter, wanted in zip(outside, has_grad, strict=True):
             if not wanted:

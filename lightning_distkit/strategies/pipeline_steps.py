@@ -26,6 +26,7 @@ from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.pipeline import parking
 from lightning_distkit.core.pipeline.microbatch import merge, split
 from lightning_distkit.core.pipeline.shared_batch import random_state, set_random_state
+from lightning_distkit.core.pipeline.told import told
 from lightning_distkit.core.pipeline.within import PipeWithin
 
 _CPU = torch.device("cpu")
@@ -73,18 +74,18 @@ class MicroSteps:
                 loss.backward(torch.full_like(loss, scale))  # so all of them stay scaled until they are due
         self._sum_over_stages(made, outside)
         streams.end()
-        told = self._told(steps, weights)
-        self._take(told, steps)
+        word = self._told(steps, weights)
+        self._take(word, steps)
         anchor = torch.empty(0, requires_grad=True)
         due: Tensor = Due.apply(loss.detach(), anchor, self._part, made, scale)  # type: ignore[no-untyped-call]
-        if told["extra"] is None:
+        if word["extra"] is None:
             return due
-        return {**pytree.tree_map_only(Tensor, lambda each: each.to(self._device), told["extra"]), "loss": due}
+        return {**pytree.tree_map_only(Tensor, lambda each: each.to(self._device), word["extra"]), "loss": due}
 
-    def _take(self, told: dict[str, Any], steps: Steps) -> None:
+    def _take(self, word: dict[str, Any], steps: Steps) -> None:
         """Have metrics and logged values as the last stage has them."""
-        steps.take_metrics(told["metrics"], self._device)
-        for name, value, arguments in told["logs"]:
+        steps.take_metrics(word["metrics"], self._device)
+        for name, value, arguments in word["logs"]:
             self._module.log(name, steps.loggable(value, self._device), **arguments)
 
     def _told(self, steps: Steps, weights: Sequence[float], error: Exception | None = None) -> dict[str, Any]:
@@ -100,11 +101,11 @@ class MicroSteps:
                 pickle.dumps(word)
             except Exception as raised:
                 error, word = raised, f"{type(raised).__name__} in what the last stage logged or returned: {raised}"
-        word = next(each for each in self._control.everyones(word, _CPU) if each is not None)
+        word = told(word, self._control, source=self._stages.world_size - 1)
         if isinstance(word, str):
             raise error or RuntimeError(word)
-        told: dict[str, Any] = word
-        return told
+        of_last: dict[str, Any] = word
+        return of_last
 
     def _weight(self, batch: Any) -> float:
         """What a micro-batch counts in the mean: its rows, or what the module says."""
@@ -129,7 +130,7 @@ class MicroSteps:
                 ]
             except Exception as raised:
                 error, word = raised, f"{type(raised).__name__} on the first stage: {raised}"
-        word = self._control.everyones(word, _CPU)[0]
+        word = told(word, self._control, source=0)
         if isinstance(word, str):
             raise error or RuntimeError(word)
         if pipe.is_first:

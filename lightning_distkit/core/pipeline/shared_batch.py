@@ -22,6 +22,7 @@ from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.pipeline.frames import as_bytes
 
 _SMALL = 2**16  # bytes of a tensor that travels in the envelope
+_FIRST = 2**14  # bytes of the first message; generators take 11000 of them
 
 
 class SharedBatches:
@@ -63,13 +64,17 @@ class SharedBatches:
 
     def _broadcast_object(self, value: Any) -> Any:
         is_first = self._group.rank == 0
-        message = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8) if is_first else torch.empty(0)
-        length = torch.tensor([message.numel()])
-        self._give(length)
-        if not is_first:
-            message = torch.empty(int(length), dtype=torch.uint8)
-        self._give(message)
-        return value if is_first else pickle.loads(bytes(message.numpy()))
+        pickled = pickle.dumps(value) if is_first else b""
+        first = bytearray(_FIRST)  # its begin says how long all is; mostly there is no second
+        if is_first:
+            begin = len(pickled).to_bytes(8, "little") + pickled[: _FIRST - 8]
+            first[: len(begin)] = begin
+        self._give(torch.frombuffer(first, dtype=torch.uint8))
+        length = int.from_bytes(first[:8], "little")
+        rest = bytearray(pickled[_FIRST - 8 :]) if is_first else bytearray(max(0, length - _FIRST + 8))
+        if rest:
+            self._give(torch.frombuffer(rest, dtype=torch.uint8))
+        return value if is_first else pickle.loads((first[8:] + rest)[:length])
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         message = as_bytes(tensor)  # gloo does not know every dtype
