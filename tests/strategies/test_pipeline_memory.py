@@ -23,6 +23,7 @@ HOOKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "powersgd, loss on the last stage": ("powersgd", {}, {"outputs": "last"}),
     "acp_sgd": ("acp_sgd", {}, {}),
 }
+PLACES = [(name, "file") for name in HOOKS] + [("powersgd", "folder")]
 Errors = dict[str, Tensor]
 
 
@@ -77,12 +78,11 @@ def trained(strategy: Any, folder: Path, n_epochs: int, path: Path | None = None
 
 def halves(folder: Path) -> dict[str, list[tuple[Errors, Errors, Any]]]:
     found = {}
-    for name in HOOKS:
-        for whole in (True, False):
-            place = folder / name / str(whole)
-            make = {"name": name, "save_distributed_checkpoint": not whole}
-            runs = [trained(over_pipes(**make), place, 4), trained(over_pipes(**make), place, 2)]
-            found[f"{name} {whole}"] = [*runs, trained(over_pipes(**make), place, 4, place / "2.ckpt")]
+    for name, kind in PLACES:
+        place = folder / name / kind
+        make = {"name": name, "save_distributed_checkpoint": kind == "folder"}
+        runs = [trained(over_pipes(**make), place, 4), trained(over_pipes(**make), place, 2)]
+        found[f"{name} {kind}"] = [*runs, trained(over_pipes(**make), place, 4, place / "2.ckpt")]
     return found
 
 
@@ -96,10 +96,9 @@ def of_two_pipes(folder: Path) -> list[dict[str, list[tuple[Errors, Errors, Any]
     return run_ranks(4, halves, folder, timeout=120)
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["a file", "a folder"])
-@pytest.mark.parametrize("name", HOOKS)
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(name: str, whole: bool, of_two_pipes: Any) -> None:
-    ranks = [each[f"{name} {whole}"] for each in of_two_pipes]
+@pytest.mark.parametrize(("name", "kind"), PLACES)
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(name: str, kind: str, of_two_pipes: Any) -> None:
+    ranks = [each[f"{name} {kind}"] for each in of_two_pipes]
     for rank, (undisturbed, half, resumed) in enumerate(ranks):
         assert half[1].keys() == resumed[0].keys()
         assert ("before.weight" in half[1]) == ("last stage" not in name or rank % 2 == 1)
@@ -139,25 +138,25 @@ def saved_errors(ranks: list[Errors]) -> list[Errors]:
 def test_two_replicas_cut_otherwise_or_not_at_all_get_their_own_errors(
     make: Any, of_two_pipes: Any, folder: Path, tmp_path: Path
 ) -> None:
-    path = folder / "powersgd" / "True" / "2.ckpt"
-    wanted = saved_errors([each["powersgd True"][1][1] for each in of_two_pipes])
+    path = folder / "powersgd" / "file" / "2.ckpt"
+    wanted = saved_errors([each["powersgd file"][1][1] for each in of_two_pipes])
     loaded = run_ranks(2, resumed, make, tmp_path, path)
     for before, (after, _, values) in zip(wanted, loaded, strict=True):
         torch.testing.assert_close(after, before, rtol=0, atol=0)
-        torch.testing.assert_close(values, of_two_pipes[0]["powersgd True"][0][2], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(values, of_two_pipes[0]["powersgd file"][0][2], rtol=1e-4, atol=1e-5)
 
 
 def test_another_number_of_pipes_keeps_the_sum_of_the_errors(
     of_two_pipes: Any, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = folder / "powersgd" / "True" / "2.ckpt"
-    first, second = saved_errors([each["powersgd True"][1][1] for each in of_two_pipes])
+    path = folder / "powersgd" / "file" / "2.ckpt"
+    first, second = saved_errors([each["powersgd file"][1][1] for each in of_two_pipes])
     loaded = run_ranks(3, resumed, over_three_pipes, tmp_path, path)
     for name in first:
         torch.testing.assert_close(sum(each[0][name] for each in loaded), first[name] + second[name])
     assert "saved by 2 pipes and is loaded by 3: each takes an equal share" in capfd.readouterr().out
     for each in run_ranks(2, resumed, over_one_pipe, tmp_path, path):
-        assert not torch.equal(each[2]["layers.0.weight"], of_two_pipes[0]["powersgd True"][1][2]["layers.0.weight"])
+        assert not torch.equal(each[2]["layers.0.weight"], of_two_pipes[0]["powersgd file"][1][2]["layers.0.weight"])
     assert "what compression had left out is lost" in capfd.readouterr().out
 
 
@@ -187,5 +186,5 @@ def without_hook(folder: Path) -> int:
 
 def test_a_checkpoint_without_it_counts_as_warm_up_and_weights_alone_have_none(of_two_pipes: Any, folder: Path) -> None:
     assert run_ranks(4, without_hook, folder) == [4] * 4
-    for name in ("plain.ckpt", "powersgd/True/weights.ckpt"):
+    for name in ("plain.ckpt", "powersgd/file/weights.ckpt"):
         assert CHECKPOINT_KEY not in torch.load(folder / name, weights_only=True)
