@@ -190,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
     parser.add_argument("--schedule", choices=SCHEDULES, nargs="+", default=list(SCHEDULES))
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3, help="that are measured in each turn")
     parser.add_argument("--quick", action="store_true", help="the mlp, three rounds")
     chosen = parser.parse_args()
