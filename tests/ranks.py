@@ -58,8 +58,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``body(*args)`` on ``world_size`` processes and return what each returned, rank by rank.
 
-    A rank has the caller's environment and warning filters, one thread, and a working directory that vanishes. What
-    the ranks print is printed here when they have ended.
+    A rank has the caller's environment and warning filters, one thread, the same random numbers as every other rank and
+    every other time, and a working directory that vanishes. What the ranks print is printed here when they have ended.
 
     Args:
         body: a function of a module, or a ``functools.partial`` of one; it is pickled by name.
@@ -162,6 +162,7 @@ def _rank_main(rank: int, folder: str, environ: dict[str, str], job: bytes, pare
     os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank), ROLE_RANK=str(rank))
     os.chdir(folder)
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     try:
         body, args, filters, world_size, timeout, pg_timeout = pickle.loads(job)
         faulthandler.dump_traceback_later(timeout + 2 * _TO_LEAVE, exit=True)  # should the parent be gone

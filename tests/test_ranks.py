@@ -67,6 +67,16 @@ def test_a_rank_finds_what_torchrun_sets_and_the_callers_environment(monkeypatch
         assert not Path(folder).exists()
 
 
+def drawn() -> Tensor:
+    return torch.rand(3)
+
+
+def test_a_rank_draws_the_same_random_numbers_every_time() -> None:
+    torch.manual_seed(0)
+    wanted = torch.rand(3)
+    assert all(torch.equal(got, wanted) for got in run_ranks(2, drawn))
+
+
 def late_error(rank: int) -> None:
     if dist.get_rank() == rank:
         print("about to fail")
