@@ -193,29 +193,36 @@ REFUSED_IN_STAGE_3 = {
 }
 
 
-def refused(kind: str, folder: Path) -> str:
-    with pytest.raises(MisconfigurationException) as error:
-        trained(kind, 3, folder)
-    return str(error.value)
+def all_refused(folder: Path) -> dict[str, str]:
+    said = {}
+    for kind in REFUSED_IN_STAGE_3:
+        with pytest.raises(MisconfigurationException) as error:
+            trained(kind, 3, folder)
+        said[kind] = str(error.value)
+    return said
 
 
-@pytest.mark.parametrize("kind", REFUSED_IN_STAGE_3)
-def test_what_cannot_work_in_stage_3_is_refused_at_once(kind: str, tmp_path: Path) -> None:
-    for said in run_ranks(2, refused, kind, tmp_path):
-        assert REFUSED_IN_STAGE_3[kind] in said
+def test_what_cannot_work_in_stage_3_is_refused_at_once(tmp_path: Path) -> None:
+    for said in run_ranks(2, all_refused, tmp_path):
+        for kind, text in REFUSED_IN_STAGE_3.items():
+            assert text in said[kind]
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage"),
-    [(kind, stage) for kind in KINDS for stage in STAGES if stage < 3 or kind not in REFUSED_IN_STAGE_3],
-)
-def test_every_kind_of_training_equals_ddps(kind: str, stage: int, tmp_path: Path) -> None:
-    wanted = run_ranks(2, trained, kind, 0, tmp_path)
-    got = run_ranks(2, trained, kind, stage, tmp_path)
-    assert torch.equal(got[0][0], got[1][0])
+def trained_by_each(kind: str, stages: list[int], folder: Path) -> dict[int, Any]:
+    return {stage: trained(kind, stage, folder) for stage in stages}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_training_equals_ddps_in_every_stage(kind: str, tmp_path: Path) -> None:
+    stages = [stage for stage in STAGES if stage < 3 or kind not in REFUSED_IN_STAGE_3]
+    first, second = run_ranks(2, trained_by_each, kind, [0, *stages], tmp_path)
     is_half = kind.startswith(("bf16", "16"))
     tolerance = {"rtol": 2e-2, "atol": 4e-3} if is_half else {"rtol": 1e-5, "atol": 1e-6}
-    # Batch normalisation's statistics are rank 0's.
-    torch.testing.assert_close(got[0][2], wanted[0][2], **tolerance)
-    assert got[0][1] == pytest.approx(wanted[0][1], rel=2e-2 if is_half else 1e-5)
-    assert got[0][1] == got[1][1]
+    _, its_norms, its_state = first[0]
+    for stage in stages:
+        weights, norms, state = first[stage]
+        assert torch.equal(weights, second[stage][0]), stage
+        assert norms == second[stage][1], stage
+        # Batch normalisation's statistics are rank 0's.
+        torch.testing.assert_close(state, its_state, **tolerance, msg=lambda said, n=stage: f"stage {n}: {said}")
+        assert norms == pytest.approx(its_norms, rel=2e-2 if is_half else 1e-5), stage
