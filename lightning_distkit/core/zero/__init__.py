@@ -22,7 +22,6 @@ from lightning_distkit.core.zero.local_shards import without_weights as without_
 from lightning_distkit.core.zero.module_state import load_module_full_state_dict as load_module_full_state_dict
 from lightning_distkit.core.zero.module_state import module_full_state_dict as module_full_state_dict
 from lightning_distkit.core.zero.module_state import module_sharded_state_dict as module_sharded_state_dict
-from lightning_distkit.core.zero.optimizer import ELEMENTWISE as ELEMENTWISE
 from lightning_distkit.core.zero.optimizer import ZeroOptimizer as ZeroOptimizer
 from lightning_distkit.core.zero.parameters import shard_parameters as shard_parameters
 from lightning_distkit.core.zero.parameters import unshard_parameters as unshard_parameters
@@ -30,5 +29,6 @@ from lightning_distkit.core.zero.policy import find_blocks as find_blocks
 from lightning_distkit.core.zero.replicas import sync_buffers as sync_buffers
 from lightning_distkit.core.zero.replicas import sync_module_states as sync_module_states
 from lightning_distkit.core.zero.saved_tensor import SavedTensor as SavedTensor
+from lightning_distkit.core.zero.shardable import ELEMENTWISE as ELEMENTWISE
 from lightning_distkit.core.zero.sharded_checkpoint import ShardedCheckpointWriter as ShardedCheckpointWriter
 from lightning_distkit.core.zero.sharding import sharding_of as sharding_of

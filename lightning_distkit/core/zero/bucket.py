@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 ALIGNMENT = 16  # elements: every parameter and shard begins at a multiple, for vector instructions
@@ -41,6 +42,23 @@ class Layout:
     @property
     def numel(self) -> int:
         return sum(self.splits)
+
+
+def alike(params: Sequence[Tensor], cap: float) -> Iterator[list[Tensor]]:
+    """What may be one bucket: parameters of one dtype and device, last ones first, as backward comes to them.
+
+    Args:
+        cap: bytes, which a parameter alone may exceed.
+    """
+    open_ones: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for param in reversed(params):
+        kind = (param.dtype, param.device)
+        together = open_ones.setdefault(kind, [])
+        if together and sum(each.nbytes for each in together) + param.nbytes > cap:
+            yield open_ones.pop(kind)
+            together = open_ones.setdefault(kind, [])
+        together.append(param)
+    yield from open_ones.values()
 
 
 def slices(numels: Sequence[int], world_size: int) -> Layout:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.total_norm import total_norm
 from lightning_distkit.core.zero import norm
-from lightning_distkit.core.zero.dtensor_state import gathered_state, load_whole_state, sharded_state
+from lightning_distkit.core.zero.dtensor_state import as_dtensors, gathered_state, load_whole_state, sharded_state
 from lightning_distkit.core.zero.fsdp_state import reshard
-from lightning_distkit.core.zero.optimizer import ELEMENTWISE, REFUSED, chosen_for
 from lightning_distkit.core.zero.owners import Owners
+from lightning_distkit.core.zero.shardable import ELEMENTWISE, chosen_for, refuse_kind
 from lightning_distkit.core.zero.sharding import sharding_of
-from lightning_distkit.core.zero.whole_tensors import cut_of, local, shard_like
+from lightning_distkit.core.zero.whole_tensors import cut_of, local
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DTensorOptimizer(Optimizer):
         optimizer: any torch optimizer, made after ``shard_parameters(module)``.
         module: what `shard_parameters` has returned.
         elementwise: whether the optimizer may step shards; by default so for the classes in
-            `lightning_distkit.core.zero.optimizer.ELEMENTWISE`. Of any other, each rank steps whole parameters.
+            `shardable.ELEMENTWISE`. Of any other, each rank steps whole parameters.
 
     Raises:
         TypeError: an optimizer that cannot be sharded, or a class in place of an object.
@@ -51,11 +51,9 @@ class DTensorOptimizer(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, *, elementwise: bool | None = None) -> None:
-        for refused, why in REFUSED.items():
-            if isinstance(optimizer, refused):
-                raise TypeError(f"ZeRO cannot shard {refused.__name__}: {why}; use another optimizer, or plain DDP")
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, DTensorOptimizer):
             raise TypeError(f"optimizer must be a plain torch optimizer, got {optimizer!r}")
+        refuse_kind(type(optimizer))
         sharding = sharding_of(module)
         self.group: Group = Group() if sharding is None else sharding.group
         self.module = module
@@ -180,7 +178,7 @@ class DTensorOptimizer(Optimizer):
         finally:
             for param, shard in stand_ins.items():
                 if shard in self.state:
-                    self.state[param] = _as_dtensors(self.state.pop(shard), param, kept.get(param, {}))
+                    self.state[param] = as_dtensors(self.state.pop(shard), param, kept.get(param, {}))
 
     def _step_wholes(self) -> None:
         with (
@@ -288,18 +286,3 @@ class DTensorOptimizer(Optimizer):
             ValueError: on every rank, if on one of them it is another optimizer's; nothing is changed then.
         """
         load_whole_state(self, state_dict)
-
-
-def _as_dtensors(state: dict[str, Any], param: Tensor, before: dict[str, Any]) -> dict[str, Any]:
-    """The state of a shard as that of the DTensor; the DTensors that there were stay the same objects."""
-    shape = local(param).shape
-    whole: dict[str, Any] = {}
-    for name, value in state.items():
-        old = before.get(name)
-        if isinstance(old, DTensor) and old.to_local().data_ptr() == value.data_ptr() and old.to_local().numel():
-            whole[name] = old
-        elif isinstance(value, Tensor) and value.shape == shape:
-            whole[name] = shard_like(value, cast(DTensor, param))
-        else:
-            whole[name] = value
-    return whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.zero.foreign_state import why_foreign
 from lightning_distkit.core.zero.parts import OfThisRank, whole_part
-from lightning_distkit.core.zero.whole_tensors import cut_of, gather, local, take_shard
+from lightning_distkit.core.zero.whole_tensors import cut_of, gather, local, shard_like, take_shard
 
 if TYPE_CHECKING:
     from lightning_distkit.core.zero.dtensor_optimizer import DTensorOptimizer
@@ -119,3 +119,18 @@ def _own_part(value: Any, param: Tensor, elementwise: bool) -> Any:
     if elementwise and isinstance(param, DTensor) and value.shape == param.shape:
         return take_shard(value, param)
     return value.clone()
+
+
+def as_dtensors(state: dict[str, Any], param: Tensor, before: dict[str, Any]) -> dict[str, Any]:
+    """The state of a shard as that of the DTensor; the DTensors that there were stay the same objects."""
+    shape = local(param).shape
+    whole: dict[str, Any] = {}
+    for name, value in state.items():
+        old = before.get(name)
+        if isinstance(old, DTensor) and old.to_local().data_ptr() == value.data_ptr() and old.to_local().numel():
+            whole[name] = old
+        elif isinstance(value, Tensor) and value.shape == shape:
+            whole[name] = shard_like(value, cast(DTensor, param))
+        else:
+            whole[name] = value
+    return whole

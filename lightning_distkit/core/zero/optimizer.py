@@ -6,7 +6,6 @@ Source: Rajbhandari et al., 2020, "ZeRO", https://arxiv.org/abs/1910.02054, sect
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,24 +21,15 @@ from torch.optim import Optimizer
 from lightning_distkit.core.collectives import Group, default_device
 from lightning_distkit.core.total_norm import total_norm
 from lightning_distkit.core.zero import norm
-from lightning_distkit.core.zero.bucket import Bucket, balanced, slices, whole_parameters
+from lightning_distkit.core.zero.bucket import Bucket, alike, balanced, slices, whole_parameters
 from lightning_distkit.core.zero.gradients import WholeGradients
 from lightning_distkit.core.zero.holders import NO_WRAPPER, WithoutDDP, living_modules, refusal
 from lightning_distkit.core.zero.partial_state import copy_parts
+from lightning_distkit.core.zero.shardable import ELEMENTWISE, check, chosen_for, made
 from lightning_distkit.core.zero.state import gathered_state, load_whole_state, part_of_state, sharded_state
 from lightning_distkit.core.zero.turn import Turn
 
 logger = logging.getLogger(__name__)
-
-# Each element's step depends on that element's gradient and state alone, so any slice may be stepped on its own.
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD),
-)
-REFUSED = {
-    torch.optim.LBFGS: "its step evaluates the loss again and again, with inner products over all parameters",
-    torch.optim.SparseAdam: "it is for sparse gradients",
-}
 
 
 class Gradients(Protocol):
@@ -69,8 +59,8 @@ class ZeroOptimizer(Optimizer):
 
     Args:
         optimizer: a torch optimizer, or a class of one, of which one is then made with ``params`` and ``arguments``.
-            One whose class is in `ELEMENTWISE` steps slices of parameters. Of any other, each rank steps whole
-            parameters, so that what a step computes is what it would be on one device.
+            One whose class is in `shardable.ELEMENTWISE` steps slices of parameters. Of any other, each rank steps
+            whole parameters, so that what a step computes is what it would be on one device.
         params: parameters or param groups, if ``optimizer`` is a class.
         group: the ranks; by default all, or a world of one where torch.distributed is not initialized.
         bucket_cap_mb: MiB that travel together.
@@ -91,7 +81,9 @@ class ZeroOptimizer(Optimizer):
         elementwise: bool | None = None,
         **arguments: Any,
     ) -> None:
-        users = _made(optimizer, params, arguments)
+        if isinstance(optimizer, ZeroOptimizer):
+            raise TypeError("the optimizer is sharded already: give ZeroOptimizer the plain one")
+        users = made(optimizer, params, arguments)
         if bucket_cap_mb <= 0:
             raise ValueError(f"bucket_cap_mb must be above 0, got {bucket_cap_mb}")
         self.group = Group.of(group)
@@ -111,11 +103,12 @@ class ZeroOptimizer(Optimizer):
         self._inner.__dict__.pop("step", None)  # a scheduler's wrapper around the step of the user's
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
         living = living_modules()
-        self._check(users.param_groups, living)
+        check(users, self.group, living, elementwise=self.elementwise, bucket_cap=self._bucket_cap)
         state, users.state = users.state, defaultdict(dict)
-        super().__init__(users.param_groups, users.defaults)
+        param_groups = users.param_groups
+        super().__init__(param_groups, users.defaults)  # which sets them anew
         # The very list, so that a scheduler made for either has its effect on both.
-        self.param_groups = users.param_groups
+        self.param_groups = param_groups
         self.state = self._inner.state
         self._is_made = True
         self._take_up(living)
@@ -145,6 +138,19 @@ class ZeroOptimizer(Optimizer):
         if self._is_made:  # torch's constructor adds the groups one by one
             self._take_up()
 
+    # They are the user's, whoever sets them: a callback that had added groups does it on resuming.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._users.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self._users.param_groups = param_groups
+        if self._is_made:
+            self._inner.param_groups = []
+            self._take_up()
+
     def use_gradients(self, gradients: Gradients) -> None:
         """Change how gradients are reduced; those that there are are dropped."""
         self.zero_grad()
@@ -162,39 +168,6 @@ class ZeroOptimizer(Optimizer):
     def __getstate__(self) -> Any:
         raise TypeError("a sharded optimizer belongs to its process group and can be neither copied nor pickled")
 
-    def _check(self, param_groups: Sequence[dict[str, Any]], living: Sequence[nn.Module]) -> None:
-        params = [param for group in param_groups for param in group["params"]]
-        if not param_groups:
-            raise ValueError(
-                f"an optimizer must have a param group, which may be empty, but {type(self._users).__name__} has none: "
-                "give it the parameters to be trained"
-            )
-        devices = {str(param.device.type) for param in params}
-        if len(devices) > 1 or "meta" in devices:
-            raise ValueError(
-                f"the parameters must be on one type of device, and not on meta, got {', '.join(sorted(devices))}; "
-                "move or materialise the module before the optimizer is made"
-            )
-        process_group = self.group.process_group
-        if process_group is not None and devices == {"cpu"} and dist.get_backend(process_group) == "nccl":
-            raise ValueError(
-                "the parameters are on the CPU, and the process group's backend is nccl, which needs CUDA: move the "
-                'module before the optimizer is made, or initialize with backend="gloo"'
-            )
-        of_ranks = {
-            "the class": f"{type(self._users).__module__}.{type(self._users).__qualname__}",
-            "elementwise": self.elementwise,
-            "bucket_cap": self._bucket_cap,
-            "the number of parameters": [len(group["params"]) for group in param_groups],
-            **{
-                f"parameter {n}": f"{tuple(p.shape)}, strides {p.stride()}, {p.dtype}, requires_grad={p.requires_grad}"
-                for n, p in enumerate(params)
-            },
-        }
-        device = params[0].device if params else default_device(process_group)  # should another rank have some
-        self.group.refuse_together(refusal(params, living), device)
-        self.group.agree("a ZeroOptimizer", of_ranks, device)
-
     def _refuse_ddp(self) -> None:
         """Wrappers are usually made after the optimizer, if at all."""
         params = [param for bucket in self.buckets for param in bucket.params]
@@ -203,37 +176,29 @@ class ZeroOptimizer(Optimizer):
 
     def _take_up(self, living: Sequence[nn.Module] | None = None) -> None:
         """Shard what is to be trained and is not yet: parameters of a new group, and those unfrozen since."""
-        for users in self.param_groups[len(self._inner.param_groups) :]:
-            self._inner.param_groups.append({**users, "params": []})
         known = {param for bucket in self.buckets for param in bucket.params}
         new = [p for group in self.param_groups for p in group["params"] if p.requires_grad and p not in known]
-        if not new:
-            return
+        if new:
+            self._shard(new, living)
+        if new or len(self._inner.param_groups) != len(self.param_groups):
+            self._inner.param_groups = [
+                {**users, "params": [piece for param in users["params"] if (piece := self.piece(param)) is not None]}
+                for users in self.param_groups
+            ]
+
+    def _shard(self, params: list[Tensor], living: Sequence[nn.Module] | None) -> None:
         if living is None:  # else it was looked at before
             living = living_modules()
-            if (why := refusal(new, living)) is not None:
+            if (why := refusal(params, living)) is not None:
                 raise ValueError(why)
-        buckets = [self._bucket(params) for params in self._split(new)]
+        buckets = [self._bucket(together) for together in alike(params, self._bucket_cap)]
         for pending in [self.group.broadcast_(bucket.flat) for bucket in buckets]:
             pending.wait()
         self._gradients.add(buckets)
         for bucket in buckets:
             self._pieces.update(bucket.pieces)
         copy_parts(buckets, living)  # for as long as they lie there, and so without an end
-        self._without_ddp.watch(new, living)
-        for mine, users in zip(self._inner.param_groups, self.param_groups, strict=True):
-            mine["params"] = [piece for param in users["params"] if (piece := self.piece(param)) is not None]
-
-    def _split(self, params: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-        """What travels together: parameters of one dtype and device, last ones first, as backward comes to them."""
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for param in reversed(params):
-            together = alike.setdefault((param.dtype, param.device), [])
-            if together and sum(each.nbytes for each in together) + param.nbytes > self._bucket_cap:
-                yield alike.pop((param.dtype, param.device))
-                together = alike.setdefault((param.dtype, param.device), [])
-            together.append(param)
-        yield from alike.values()
+        self._without_ddp.watch(params, living)
 
     def _bucket(self, params: list[Tensor]) -> Bucket:
         numels, world_size = [param.numel() for param in params], self.group.world_size
@@ -394,32 +359,3 @@ class ZeroOptimizer(Optimizer):
         """Make this the state of this rank's pieces."""
         self._inner.state.clear()
         self._inner.state.update(state)
-
-
-def chosen_for(optimizer: Optimizer) -> str | None:
-    """How an optimizer steps where the user has not said it, and it is not as the user may think; None if it is."""
-    if type(optimizer) in ELEMENTWISE:
-        return None
-    return (
-        f"{type(optimizer).__name__} may need whole matrices, so each rank steps whole parameters, those that it owns; "
-        "elementwise=True says that it may step slices"
-    )
-
-
-def _made(optimizer: Optimizer | type[Optimizer], params: Iterable[Any] | None, arguments: dict[str, Any]) -> Optimizer:
-    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
-    for refused, why in REFUSED.items():
-        if issubclass(cls, refused):
-            raise TypeError(f"ZeRO cannot shard {cls.__name__}: {why}; use another optimizer, or plain DDP")
-    if isinstance(optimizer, ZeroOptimizer):
-        raise TypeError("the optimizer is sharded already: give ZeroOptimizer the plain one")
-    closure = inspect.signature(cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(f"ZeRO cannot shard {cls.__name__}: its step needs a closure; use another optimizer")
-    if isinstance(optimizer, type):
-        if params is None:
-            raise TypeError(f"params must be given with a class of optimizer, here {cls.__name__}")
-        return optimizer(params, **arguments)
-    if params is not None or arguments:
-        raise TypeError(f"{cls.__name__} is made already, so neither params nor its arguments can be given")
-    return optimizer
