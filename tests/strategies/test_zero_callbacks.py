@@ -221,27 +221,36 @@ def finetuned(stage: int, folder: Path, from_file: Path | None = None) -> tuple[
     return parameters(net), [len(each["params"]) for each in fit.optimizers[0].param_groups]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_layers_unfrozen_on_the_way_are_trained_as_on_one_device(stage: int, tmp_path: Path) -> None:
-    # Not as with DDP, which never averages the gradients of what was frozen when it began.
-    (first, groups), (second, _) = run_ranks(2, finetuned, stage, tmp_path / "zero")
-    assert torch.equal(first, second)
-    wanted, its_groups = run_ranks(1, finetuned, 0, tmp_path / "alone")[0]
-    assert_close(first, wanted)
-    assert groups == its_groups == [6, 2]
+def finetuned_and_resumed(stage: int, folder: Path, others: Path | None = None) -> list[tuple[Tensor, list[int]]]:
+    """The whole of it; and what is left after each of the first epochs, by its own checkpoints and another's."""
+    results = [finetuned(stage, folder)]
+    for saved in (folder, *([others] if others is not None else [])):
+        for epoch in range(3):
+            results.append(finetuned(stage, folder / f"{saved.name} {epoch}", saved / f"epoch={epoch}.ckpt"))
+    return results
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[Tensor, list[int]]]]:
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, run_ranks(1, finetuned_and_resumed, 0, folder)[0]
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-@pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_finetuning_resumes_in_stage_3_as_on_one_device(epoch: int, tmp_path: Path) -> None:
-    run_ranks(1, finetuned, 0, tmp_path / "alone")
-    run_ranks(2, finetuned, 3, tmp_path / "zero")
-    wanted, groups = run_ranks(1, finetuned, 0, tmp_path / "again", tmp_path / "alone" / f"epoch={epoch}.ckpt")[0]
-    for saved_by in ("alone", "zero"):
-        folder = tmp_path / f"from_{saved_by}"
-        got, its_groups = run_ranks(2, finetuned, 3, folder, tmp_path / saved_by / f"epoch={epoch}.ckpt")[0]
-        assert_close(got, wanted)
-        assert its_groups == groups
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_unfrozen_on_the_way_are_trained_as_on_one_device_also_when_resumed(
+    stage: int, alone: tuple[Path, list[tuple[Tensor, list[int]]]], tmp_path: Path
+) -> None:
+    # Not as with DDP, which never averages the gradients of what was frozen when it began.
+    folder, (wanted, *resumed) = alone
+    first, second = run_ranks(2, finetuned_and_resumed, stage, tmp_path, folder)
+    for (got, groups), (of_the_other, _), (its, its_groups) in zip(
+        first, second, [wanted, *resumed, *resumed], strict=True
+    ):
+        assert torch.equal(got, of_the_other)
+        assert_close(got, its)
+        assert groups == its_groups
+    assert wanted[1] == [6, 2]
 
 
 class UnfreezesItself(Backbone):
