@@ -39,7 +39,7 @@ from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies import WRONG_MIRROR
 from lightning_distkit.strategies.checkpoint_file import load_mapped
 from lightning_distkit.strategies.zero_checkpoints import ShardedCheckpoints, read, refuse_other_shapes
-from lightning_distkit.strategies.zero_stages import ShardedParameters, Stage, WholeParameters
+from lightning_distkit.strategies.zero_stages import ShardedParameters, Stage, WholeParameters, is_on_meta
 
 core_logger = logging.getLogger("lightning_distkit.core.zero")
 
@@ -149,7 +149,7 @@ class ZeroStrategy(DDPStrategy):
 
     def model_to_device(self) -> None:
         assert self.model is not None
-        if not any(each.is_meta for each in self.model.parameters()):  # else it is made where it belongs
+        if not is_on_meta(self.model):  # else it is made where it belongs
             super().model_to_device()
 
     def configure_ddp(self) -> None:
@@ -284,7 +284,14 @@ class ZeroStrategy(DDPStrategy):
             vars(self.precision_plugin).pop(name, None)
         if self.lightning_module is not None and self._group is not None:
             (self._stage.abandon if self._has_failed else self._stage.restore)(self.lightning_module)
-        super().teardown()
+        module = self.lightning_module
+        if module is not None and is_on_meta(module):
+            # It could not be made, and so it cannot be moved to the CPU: that error would hide the one that says why.
+            self._lightning_module = None
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelPruning
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
@@ -32,6 +33,10 @@ from lightning_distkit.core.zero.policy import Policy
 from lightning_distkit.strategies.zero_callbacks import TakenOver, take_over
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def is_on_meta(module: nn.Module) -> bool:
+    return any(each.is_meta for each in (*module.parameters(), *module.buffers()))
 
 
 class Stage(Protocol):
@@ -78,7 +83,7 @@ class WholeParameters:
         pass
 
     def prepare(self, module: LightningModule, group: Group, device: torch.device) -> None:
-        if any(each.is_meta for each in (*module.parameters(), *module.buffers())):
+        if is_on_meta(module):
             check_initialisable(module)
             initialise(module, device, group, loaded=None)
         sync_module_states(module, group)
@@ -98,6 +103,8 @@ class WholeParameters:
         return module.state_dict()
 
     def load_state_dict(self, module: LightningModule, state_dict: Mapping[str, Any], strict: bool) -> None:
+        if is_on_meta(module):  # this comes before `prepare`, and loading into meta would do nothing
+            initialise(module, torch.device("cpu"), Group(), loaded=set(state_dict))
         module.load_state_dict(state_dict, strict=strict)
 
     def restore(self, module: LightningModule) -> None:

@@ -39,10 +39,13 @@ def by_name(name: str, folder: Path) -> tuple[str, int, bool, bool]:
     )
 
 
-@pytest.mark.parametrize("name", ZERO_NAMES)
-def test_a_name_is_enough_and_every_parameter_moves(name: str, tmp_path: Path) -> None:
-    for cls, stage, moved, steps in run_ranks(2, by_name, name, tmp_path):
-        assert (cls, f"zero_stage_{stage}", moved, steps) == ("ZeroStrategy", name, True, True)
+def by_each_name(folder: Path) -> list[tuple[str, int, bool, bool]]:
+    return [by_name(name, folder) for name in ZERO_NAMES]
+
+
+def test_a_name_is_enough_and_every_parameter_moves(tmp_path: Path) -> None:
+    wanted = [("ZeroStrategy", int(name[-1]), True, True) for name in ZERO_NAMES]
+    assert run_ranks(2, by_each_name, tmp_path) == [wanted, wanted]
 
 
 @pytest.mark.parametrize("suffix", ["_spawn", "_fork"])
@@ -125,6 +128,15 @@ def test_wrong_arguments_are_refused_before_any_process_starts(
     assert says in str(caught.value)
 
 
+class TiedOnMeta(Net):
+    """And nobody says which of the two gives it its values."""
+
+    def configure_model(self) -> None:
+        with torch.device("meta"):
+            self.net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+        self.net[1].weight = self.net[0].weight
+
+
 class Closure(Net):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters())
@@ -133,7 +145,7 @@ class Closure(Net):
 def refused(kind: str, stage: int, folder: Path) -> str:
     strategy = ZeroStrategy(stage, policy=nn.Conv2d) if kind == "policy" else strategy_for(stage)
     with pytest.raises(Exception) as error:  # noqa: PT011  the test asks for its text
-        trainer(strategy, folder).fit(Closure() if kind == "closure" else Net())
+        trainer(strategy, folder).fit({"closure": Closure, "tied": TiedOnMeta}.get(kind, Net)())
     return str(error.value)
 
 
@@ -142,6 +154,8 @@ def refused(kind: str, stage: int, folder: Path) -> str:
     [
         ("closure", 1, "ZeRO cannot shard LBFGS"),
         ("closure", 3, "ZeRO cannot shard LBFGS"),
+        ("tied", 2, "net.0.weight and net.1.weight are the same one, and which was made last cannot be seen"),
+        ("tied", 3, "net.0.weight and net.1.weight are the same one, and which was made last cannot be seen"),
         ("policy", 3, "the policy must match at least one module below the root"),
     ],
 )
@@ -172,11 +186,14 @@ def evaluated(stage: int, folder: Path) -> tuple[float, float, Tensor, float]:
     return before, test, torch.cat(fit.predict(net)), float(parameters(net).norm())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_validate_fit_twice_test_and_predict_equal_ddps(stage: int, tmp_path: Path) -> None:
-    wanted = run_ranks(2, evaluated, 0, tmp_path)
-    for got, its in zip(run_ranks(2, evaluated, stage, tmp_path), wanted, strict=True):
-        torch.testing.assert_close(got, its, rtol=1e-5, atol=1e-6)
+def evaluated_by_each(folder: Path) -> list[tuple[float, float, Tensor, float]]:
+    return [evaluated(stage, folder) for stage in (0, *STAGES)]
+
+
+def test_validate_fit_twice_test_and_predict_equal_ddps(tmp_path: Path) -> None:
+    for wanted, *results in run_ranks(2, evaluated_by_each, tmp_path):
+        for got in results:
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 class OnMeta(Net):
@@ -194,17 +211,35 @@ class OnMeta(Net):
                 self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-def on_meta(stage: int, folder: Path) -> Tensor:
-    net = OnMeta()
-    trainer(strategy_for(stage), folder).fit(net)
-    return parameters(net)
+class OnCpu(OnMeta):
+    """The same, on a real device."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_model_made_on_the_meta_device_is_initialised_and_trained(stage: int, tmp_path: Path) -> None:
-    first, second = run_ranks(2, on_meta, stage, tmp_path)
-    assert first.isfinite().all()
-    assert torch.equal(first, second)
+def resumed(cls: type[OnMeta], stage: int, folder: Path) -> list[Tensor]:
+    """After an epoch; after another one from its checkpoint; and the loss that the checkpoint itself has."""
+    net, resumed, loaded = cls(), cls(), cls()
+    fit = trainer(strategy_for(stage), folder)
+    fit.fit(net)
+    fit.save_checkpoint(path := folder / f"{cls.__name__} {stage}.ckpt")
+    trainer(strategy_for(stage), folder, max_epochs=2).fit(resumed, ckpt_path=path)
+    [losses] = trainer(strategy_for(stage), folder).validate(loaded, ckpt_path=path, verbose=False)
+    return [parameters(net), parameters(resumed), torch.tensor(losses["val_loss"])]
+
+
+def resumed_in_each(folder: Path) -> list[list[Tensor]]:
+    return [resumed(OnCpu, 0, folder), *(resumed(OnMeta, stage, folder) for stage in STAGES)]
+
+
+def test_a_model_made_on_the_meta_device_is_initialised_trained_and_resumed(tmp_path: Path) -> None:
+    (wanted, *first), (_, *second) = run_ranks(2, resumed_in_each, tmp_path)
+    for got, its in zip(first, second, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        assert all(torch.equal(*each) for each in zip(got[:2], its[:2], strict=True))
 
 
 def monitored(stage: int, folder: Path) -> tuple[list[str], float]:
@@ -228,13 +263,16 @@ class Found(Resumable):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+def monitored_by_each(folder: Path) -> list[tuple[list[str], float]]:
+    return [monitored(stage, folder / str(stage)) for stage in (0, *STAGES)]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stage", STAGES)
-def test_learning_rates_are_monitored_and_found_as_with_ddp(stage: int, tmp_path: Path) -> None:
-    wanted = run_ranks(2, monitored, 0, tmp_path / "ddp")
-    got = run_ranks(2, monitored, stage, tmp_path / "zero")
-    assert got[0][0] == wanted[0][0]
-    assert got[0][1] == pytest.approx(wanted[0][1], rel=1e-4)
+def test_learning_rates_are_monitored_and_found_as_with_ddp(tmp_path: Path) -> None:
+    wanted, *results = run_ranks(2, monitored_by_each, tmp_path)[0]
+    for got in results:
+        assert got[0] == wanted[0]
+        assert got[1] == pytest.approx(wanted[1], rel=1e-4)
 
 
 def killed(stage: int, when: str, folder: Path) -> str:

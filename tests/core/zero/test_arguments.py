@@ -161,3 +161,24 @@ def groups_added_late(stage: int) -> bool:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_param_groups_may_be_added_late(stage: int) -> None:
     assert run_ranks(3, groups_added_late, stage) == [True] * 3
+
+
+def groups_set_anew() -> list[list[float]]:
+    """As a callback does it on resuming: other groups, of other parameters, some of them not trained before."""
+    results = []
+    for zero_stage in (0, 1, 2):
+        params = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+        plain = torch.optim.SGD(params[:2], 1.0)
+        optimizer: Any = ZeroOptimizer(plain, bucket_cap_mb=1e-5) if zero_stage else plain
+        if zero_stage == 2:
+            shard_gradients(optimizer)
+        rest = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+        optimizer.param_groups = [{**rest, "params": params[1:], "lr": 0.5}, {**rest, "params": params[:1], "lr": 0.25}]
+        sum(param.sum() for param in params).backward()
+        optimizer.step()
+        results.append([float(param[-1].detach()) for param in params])
+    return results
+
+
+def test_param_groups_may_be_set_anew() -> None:
+    assert run_ranks(2, groups_set_anew) == [[[0.75, 0.5, 0.5]] * 3] * 2
