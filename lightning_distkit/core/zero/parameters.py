@@ -80,7 +80,8 @@ def shard_parameters(
 
     Raises:
         ValueError: on every rank, before anything is sent: a policy that matches nothing, a parameter without a
-            dimension, several dtypes in one block, a module that is sharded already or on the wrong device.
+            dimension or a trained one without elements, several dtypes in one block, a module that is sharded already
+            or on the wrong device.
     """
     ranks = _group(group, mesh)
     if ranks.process_group is None:

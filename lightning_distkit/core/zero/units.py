@@ -66,6 +66,11 @@ def check(module: nn.Module, units: Sequence[Unit]) -> None:
             raise ValueError(
                 f"a parameter must have a dimension to be cut along, but {name} has none; make it one of shape (1,)"
             )
+        if param.numel() == 0 and param.requires_grad:  # FSDP2 cannot reduce its gradient
+            raise ValueError(
+                f"a trained parameter must have an element, but {name} is of shape {tuple(param.shape)}; freeze it, or "
+                "leave it out"
+            )
         if isinstance(param, DTensor):
             raise ValueError(f"parameters must be plain tensors, but {name} is a DTensor already")
     for unit in units:

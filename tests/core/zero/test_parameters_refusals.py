@@ -22,6 +22,12 @@ def wrong_arguments() -> None:
     scalar.gain = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="gain has none"):
         shard_parameters(scalar)
+    empty = nn.Linear(2, 2)
+    empty.nothing = nn.Parameter(torch.empty(0, 3))
+    with pytest.raises(ValueError, match=r"nothing is of shape \(0, 3\); freeze it, or leave it out"):
+        shard_parameters(empty)
+    empty.nothing.requires_grad_(False)
+    shard_parameters(empty)(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match=r"must have one dtype.*0\.weight.*float32.*1\.weight.*float64"):
         shard_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), policy=None)
     with pytest.raises(ValueError, match="matches none of Net"):
