@@ -256,7 +256,8 @@ class ZeroOptimizer(Optimizer):
             for param in bucket.moved():
                 raise RuntimeError(
                     f"a parameter of shape {tuple(param.shape)} is no longer where ZeroOptimizer has put it: the "
-                    "module was moved or converted, or its data was replaced; do that before the optimizer is made"
+                    "module was moved or converted, its data was replaced, or a ZeroOptimizer made later has it, too. "
+                    "Do that before the optimizer is made, and let each parameter be of one optimizer only"
                 )
         self._take_up()
         self._gradients.reduce()

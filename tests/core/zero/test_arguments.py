@@ -25,6 +25,13 @@ def other_shapes() -> None:
     ZeroOptimizer(torch.optim.SGD, nn.Linear(3, 2 + dist.get_rank()).parameters(), lr=0.1)
 
 
+def of_two_optimizers() -> None:
+    param = nn.Parameter(torch.ones(4))
+    first, _ = (ZeroOptimizer(torch.optim.SGD, [param], lr=0.1) for _ in range(2))
+    param.sum().backward()
+    first.step()
+
+
 def moved() -> None:
     module = nn.Linear(3, 3)
     optimizer = ZeroOptimizer(torch.optim.SGD, module.parameters(), lr=0.1)
@@ -86,6 +93,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nccl": (cuda_group, ValueError, "the process group's backend is nccl, which needs CUDA"),
     "other shapes": (other_shapes, ValueError, "a ZeroOptimizer must be made alike on every rank, but parameter 0 is"),
     "moved": (moved, RuntimeError, "is no longer where ZeroOptimizer has put it"),
+    "of two optimizers": (of_two_optimizers, RuntimeError, "or a ZeroOptimizer made later has it, too"),
     "shared memory": (
         lambda: ZeroOptimizer(torch.optim.SGD, [p := nn.Parameter(torch.ones(4)), nn.Parameter(p.data[:2])], lr=0.1),
         ValueError,
