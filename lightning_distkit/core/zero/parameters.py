@@ -28,6 +28,7 @@ from lightning_distkit.core.zero.holders import WithoutDDP, living_modules, refu
 from lightning_distkit.core.zero.initialise import check_initialisable, initialise
 from lightning_distkit.core.zero.module_state import load_module_full_state_dict
 from lightning_distkit.core.zero.policy import Policy, find_blocks
+from lightning_distkit.core.zero.replaced import refuse_gradients
 from lightning_distkit.core.zero.sharding import ATTRIBUTE, Sharding, sharding_of
 from lightning_distkit.core.zero.unfreezing import follow
 from lightning_distkit.core.zero.units import agree, check, units_of
@@ -119,6 +120,7 @@ def shard_parameters(
     arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward}
     arguments |= {"mp_policy": mixed_precision} if mixed_precision is not None else {}
     arguments |= {"offload_policy": offload} if offload is not None else {}
+    refuse_gradients(module.parameters())  # of those that are replaced now
     for unit in reversed(units):  # the inner ones first
         fully_shard(unit.module, ignored_params=unit.ignored or None, **arguments)
     blocks = {unit.name: unit.module for unit in units if unit.name}

@@ -48,5 +48,28 @@ def wrong_arguments() -> None:
         shard_parameters(other)
 
 
+class Keeping(nn.Module):
+    """Has its weight a second time, where nobody sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.kept = [self.linear.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.kept[0] + self.linear(x)
+
+
+def uses_what_was_replaced() -> None:
+    module = shard_parameters(Keeping())
+    loss = module(torch.ones(1, 2)).sum()
+    with pytest.raises(RuntimeError, match=r"shape \(2, 2\) must be used as it is in its module now"):
+        loss.backward()
+
+
+def test_a_parameter_kept_from_before_is_an_error_and_not_silently_left_untrained() -> None:
+    run_ranks(2, uses_what_was_replaced)
+
+
 def test_wrong_arguments_are_errors_on_every_rank() -> None:
     run_ranks(2, wrong_arguments)
