@@ -62,7 +62,7 @@ class WholeGradients:
         self._reduced: list[_Version] | None = None  # of each parameter, when it was last reduced
         self._edited = False
         self.at_first: Callable[[], None] | None = None
-        self.turn = Turn()  # as every rank reduces at its step, all are in the same
+        self.turn = Turn(reduces_in_backward=False)  # as every rank reduces at its step, all are in the same
 
     def add(self, buckets: Sequence[Bucket]) -> None:
         self.buckets += buckets
@@ -128,7 +128,7 @@ class ShardedGradients:
         self._nodes: list[Any] = []
         self._sync = True
         self.at_first: Callable[[], None] | None = None
-        self.turn = Turn()
+        self.turn = Turn(reduces_in_backward=True)
         self._round = Round(group, self.turn)
         self._n_started = 0  # buckets of the round under way
         self._missing: dict[Bucket, set[Tensor]] = {}  # parameters whose gradients the round under way waits for

@@ -25,9 +25,14 @@ _ALIKE = (
 
 
 class Turn:
-    """This rank's."""
+    """This rank's.
 
-    def __init__(self) -> None:
+    Args:
+        reduces_in_backward: as stage 2 does; else ranks may make as many backwards as they like.
+    """
+
+    def __init__(self, reduces_in_backward: bool) -> None:
+        self._reduces_in_backward = reduces_in_backward
         self.n_rounds = 0  # in it
         self._is_odd = False
         self._unread: deque[tuple[Tensor, torch.Event, str]] = deque()  # on CUDA: whether others were in another turn
@@ -65,6 +70,8 @@ class Turn:
         try:
             yield
         except PeerError as error:
+            if not self._reduces_in_backward:
+                raise
             raise PeerError(f"{error}. Or, as {_ALIKE.format(n_rounds=self.n_rounds)}") from error
 
 

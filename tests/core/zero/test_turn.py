@@ -61,6 +61,24 @@ def test_a_timeout_for_such_a_reason_names_it(clips: bool) -> None:
         assert "this one has made 1" in said
 
 
+def steps_alone() -> str:
+    """In stage 1, where ranks may make as many backwards as they like."""
+    module = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer(torch.optim.SGD, module.parameters(), lr=0.1)
+    backward(module)
+    if dist.get_rank() == 1:
+        return ""
+    with pytest.raises(PeerError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_stage_1_does_not_name_what_cannot_be_its_reason() -> None:
+    said, _ = run_ranks(2, steps_alone, pg_timeout=1)
+    assert "was later than the process group's timeout" in said
+    assert "stage 2" not in said
+
+
 def without_a_backward(drop: str) -> list[list[float]]:
     """Rank 1 has nothing to do in the second step; and it calls zero_grad more often."""
     moved = []
