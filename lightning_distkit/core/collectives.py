@@ -43,7 +43,8 @@ def what_happened(error: Exception, rank: int, world_size: int) -> str:
 
 def says_that_a_peer_is_lost(error: BaseException) -> bool:
     """Whether an error that some collective, not only one of ours, raised means that."""
-    lost = re.search(r"[Cc]onnection (closed|reset)|Broken pipe|[Tt]imed out|remote process", str(error))
+    words = r"[Cc]onnection (closed|reset)|Broken pipe|[Tt]imed out|timeout caused pair closure|remote process"
+    lost = re.search(words, str(error))
     return isinstance(error, RuntimeError) and not isinstance(error, PeerError) and lost is not None
 
 

@@ -21,6 +21,7 @@ import lightning_distkit
 from lightning_distkit import ZeroStrategy
 from tests.ranks import RankDied, run_ranks
 from tests.strategies.modules import ZERO_NAMES, parameters, trainer
+from tests.strategies.modules import Net as PlainNet
 from tests.strategies.test_zero import STAGES, Net, strategy_for
 from tests.strategies.test_zero_checkpoint import Net as Resumable
 
@@ -306,6 +307,27 @@ def test_a_killed_rank_is_an_error_that_says_so_and_the_last_checkpoint_loads(
     assert all(torch.load(each, weights_only=True) for each in tmp_path.glob("*.ckpt"))
     resumed = run_ranks(2, goes_on, stage, tmp_path)
     assert resumed[0] == resumed[1] == 12
+
+
+class Uneven(Resumable):
+    """Rank 1 has a batch less, and so is in another collective than rank 0, which is Lightning's."""
+
+    def data(self) -> Any:
+        self.n_batches = 6 - self.trainer.global_rank
+        return PlainNet.data(self)
+
+    train_dataloader = data
+
+
+def uneven(folder: Path) -> str:
+    with pytest.raises(RuntimeError) as error:
+        trainer(strategy_for(1), folder).fit(Uneven())
+    return str(error.value)
+
+
+def test_ranks_with_unlike_numbers_of_batches_are_told_what_happened(tmp_path: Path) -> None:
+    for rank, said in enumerate(run_ranks(2, uneven, tmp_path, pg_timeout=3)):
+        assert f"rank {rank} of 2 could not finish a collective: another rank died, or was later than" in said
 
 
 def goes_on(stage: int, folder: Path) -> int:
