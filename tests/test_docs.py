@@ -31,6 +31,7 @@ def what_a_reader_has() -> dict[str, Any]:
     """The names that blocks take as given."""
     import lightning.pytorch as pl  # slow, and only blocks need it
 
+    import accelerate_plugins
     import lightning_distkit
     from lightning_distkit import metrics
     from lightning_distkit.core.compression import bf16_compress_wrapper, noop_hook
@@ -44,6 +45,7 @@ def what_a_reader_has() -> dict[str, Any]:
     inputs, targets = torch.randn(16, 8), torch.randn(16, 8)
     given = {each: getattr(lightning_distkit, each) for each in lightning_distkit.__all__}
     given |= {each: getattr(metrics, each) for each in metrics.__all__}
+    given |= {each: getattr(accelerate_plugins, each) for each in accelerate_plugins.__all__}
     return given | {
         "pl": MagicMock(Trainer=Trainer),
         "torch": torch,
