@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_distkit.core.ledger import Ledger
 from tests.ranks import run_ranks
@@ -54,6 +55,8 @@ def what_a_reader_has() -> dict[str, Any]:
         "model": model,
         "layers": [nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)],
         "data": [inputs],
+        "loader": DataLoader(TensorDataset(inputs, targets), batch_size=4),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "inputs": inputs,
         "targets": targets,
         "criterion": nn.functional.mse_loss,
