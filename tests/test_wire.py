@@ -174,7 +174,7 @@ def test_the_logged_bytes_are_those_that_crossed(name: str) -> None:
             assert len(logged) == 4
             # From the second log on: before it the model was broadcast.
             sent = logged[-1] - logged[0]
-            assert crossed[-1] - crossed[0] == pytest.approx(sent, rel=0.05, abs=10_000)  # the barriers
+            assert crossed[-1] - crossed[0] == pytest.approx(sent, rel=0.05, abs=20_000)  # the barriers
 
 
 def test_no_host_is_left_behind_when_a_rank_raises() -> None:

@@ -170,7 +170,7 @@ class PipeStrategy(PipeCheckpoints):
         connector.use_distributed_sampler = connector.use_distributed_sampler and self.data_parallel_size > 1
         self._apply_layer_sync(is_fitting)
         self.precision_plugin.convert_module(module)
-        self._put_pipe_into(module)
+        self._put_pipe_into(module, is_fitting)
         for copied in average_models(trainer.callbacks):
             assert self._part is not None
             self._part.empty_copy(copied)
@@ -202,7 +202,7 @@ class PipeStrategy(PipeCheckpoints):
             if isinstance(each, nn.SyncBatchNorm):
                 each.process_group = self._data_group
 
-    def _put_pipe_into(self, module: LightningModule) -> None:
+    def _put_pipe_into(self, module: LightningModule, is_fitting: bool) -> None:
         assert self._grid is not None
         given = self._path
         if given is None and callable(configure := getattr(module, "configure_pipeline", None)):
@@ -217,7 +217,7 @@ class PipeStrategy(PipeCheckpoints):
         self._averages_outside = not self._on_last or self._part.pipe.is_last or not module.automatic_optimization
         if not self._averages_outside:
             self._part.pipe.also_average(())
-        if self._make_hook is not None:
+        if is_fitting and self._make_hook is not None:  # what the last fit has left stays, for a checkpoint
             state, hook = self._make_hook(self._data_group)
             self.comm_state, self._fitted = state, module
             self._part.register_comm_hook(state, hook)

@@ -44,9 +44,9 @@ class LastStageSteps(MicroSteps):
         try:
             loss = steps.to_its_end() if pipe.is_last else steps.to_the_pipe()
         except Exception as raised:
-            if not pipe.is_last or steps.n_calls == 0 or isinstance(raised, StageError):
-                raise
-            error = raised  # behind the pipe: the others wait to be told
+            if not steps.is_behind or isinstance(raised, StageError):
+                raise  # as it is on all ranks
+            error = raised  # the others wait to be told
         finally:
             pipe.outputs = before
         streams.end()
@@ -85,13 +85,12 @@ class LastStageSteps(MicroSteps):
 class _WholeStep(Steps):
     """The step of a whole batch."""
 
-    n_calls = 0  # of the pipe
+    is_behind = False  # the pipe, that has given its output here
 
     def to_the_pipe(self) -> Tensor:
         """On other ranks than the last: what the pipe gives there."""
 
         def leave(*args: Any, **kwargs: Any) -> Any:
-            self.n_calls += 1
             self.number: Tensor = self._part.pipe(*args, **kwargs)
             raise self.AtThePipe(args, kwargs)
 
@@ -106,13 +105,14 @@ class _WholeStep(Steps):
         """On the last rank: the loss."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.n_calls += 1
-            if self.n_calls > 1:
+            if self.is_behind:
                 raise ValueError(_ONCE.format("called it again"))
-            return self._part.pipe(*args, **kwargs)
+            output = self._part.pipe(*args, **kwargs)
+            self.is_behind = True
+            return output
 
         loss = self._run_to_its_end(0, call)
-        if self.n_calls == 0:
+        if not self.is_behind:
             raise ValueError(_ONCE.format("returned without"))
         self.loss = loss
         return loss

@@ -81,7 +81,7 @@ def own_memory(
         state = redistributed(shared, [_of(own, each) for each in errors], n_replicas)
     mine = {**state["shared"], **{name: _of(own, state["shared"][name]) for name in _OF_PARAMETERS}}
     stages: Sequence[Mapping[str, Any]] = saved.get("stages", ())
-    if len(stages) == n_ranks:
+    if len(stages) == n_ranks and all(n in own for _, its, *_ in stages[rank]["draws"] for n in its):
         mine |= stages[rank]
     else:  # cut otherwise, or never: numbers of other layers say nothing here
         draws = [(side, [n for n in its if n in own], *rest) for side, its, *rest in shared["draws"]]

@@ -15,7 +15,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_distkit import PipeStrategy
 from tests.ranks import run_ranks
@@ -215,6 +215,20 @@ class Nothing(pl.LightningModule):
         return self.layer(batch[0].float()).mean()
 
 
+class Words(Net):
+    """What the pipe refuses, on every rank."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layers("a word")
+
+
+class Unpickled(Net):
+    def train_dataloader(self) -> Any:
+        return DataLoader(
+            rows(self.n_rows), batch_size=8, collate_fn=lambda items: [*default_collate(items), lambda: 0]
+        )
+
+
 def told(folder: Path) -> dict[str, str]:
     said = {}
 
@@ -228,6 +242,8 @@ def told(folder: Path) -> dict[str, str]:
     said_by("stages", lambda: trainer(PipeStrategy(balance=[1, 2, 3]), folder).fit(Net()))
     said_by("layers", lambda: trainer(PipeStrategy(balance=[1, 2]), folder).fit(Net()))
     said_by("rows", lambda: trainer(PipeStrategy(schedule="1f1b"), folder).fit(SeveralLoaders()))
+    said_by("refused", lambda: trainer(PipeStrategy(outputs="last"), folder).fit(Words()))
+    said_by("unpickled", lambda: trainer("pipe", folder).fit(Unpickled()))
     said_by("compiled", lambda: trainer("pipe", folder).fit(torch.compile(Net())))
     said_by("batch size", lambda: Tuner(trainer("pipe", folder)).scale_batch_size(Net()))
     return said
@@ -241,6 +257,9 @@ def test_what_cannot_work_says_what_to_do(tmp_path: Path) -> None:
         assert "balance must be 2 numbers of layers" in said["stages"]
         assert "balance must share out all 6 layers" in said["layers"]
         assert "must have the same number of rows" in said["rows"]
+        assert "tensor" in said["refused"]
+        assert "PeerError" not in said["refused"]
+        assert "what can be pickled, but" in said["unpickled"]
         assert "compile layers of the nn.Sequential instead" in said["compiled"]
         assert "istributed" in said["batch size"]
 

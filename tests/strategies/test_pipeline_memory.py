@@ -129,6 +129,20 @@ def over_three_pipes() -> PipeStrategy:
     return over_pipes(data_parallel_size=3)
 
 
+def drawn_anew_and_cut_otherwise() -> PipeStrategy:
+    return over_pipes("powersgd, drawn anew", balance=[1, 3])
+
+
+def test_as_many_stages_that_are_cut_otherwise_draw_for_their_own_layers(
+    of_two_pipes: Any, folder: Path, tmp_path: Path
+) -> None:
+    path = folder / "powersgd, drawn anew" / "file" / "2.ckpt"
+    wanted = saved_errors([each["powersgd, drawn anew file"][1][1] for each in of_two_pipes])
+    loaded = run_ranks(4, resumed, drawn_anew_and_cut_otherwise, tmp_path, path)
+    for before, after in zip(wanted, saved_errors([each[0] for each in loaded]), strict=True):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
 def saved_errors(ranks: list[Errors]) -> list[Errors]:
     """Of each pipe, by ranks of two stages."""
     return [ranks[0] | ranks[1], ranks[2] | ranks[3]]
@@ -171,6 +185,30 @@ def test_a_checkpoint_of_the_strategy_powersgd_goes_on_over_pipes(tmp_path: Path
         for name, error in each[0].items():
             assert torch.equal(error, saved[rank // 2][name])
     assert loaded[0][0].keys() | loaded[1][0].keys() == saved[0].keys()
+
+
+def saved_after_validation(folder: Path) -> tuple[int, int]:
+    """Iterations that a file remembers, from right after a fit and from after a validation."""
+
+    class Validates(Around):
+        def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+            self.training_step(batch, batch_idx)
+
+    net = Validates()
+    fit = trainer(over_pipes(), folder, max_epochs=1)
+    fit.fit(net)
+    fit.save_checkpoint(folder / "before.ckpt")
+    fit.validate(net, net.train_dataloader(), verbose=False)
+    fit.save_checkpoint(folder / "behind.ckpt")
+    before, behind = (torch.load(folder / name, weights_only=True) for name in ("before.ckpt", "behind.ckpt"))
+    for one, other in zip(before[CHECKPOINT_KEY]["errors"], behind[CHECKPOINT_KEY]["errors"], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    return before[CHECKPOINT_KEY]["shared"]["iter"], behind[CHECKPOINT_KEY]["shared"]["iter"]
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_a_validation_between_a_fit_and_its_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    assert run_ranks(4, saved_after_validation, tmp_path) == [(4, 4)] * 4
 
 
 def without_hook(folder: Path) -> int:

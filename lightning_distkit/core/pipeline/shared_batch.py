@@ -11,6 +11,7 @@ import contextlib
 import pickle
 import random
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class SharedBatches:
 
         Raises:
             PeerError: rank 0 is lost.
+            TypeError: on every rank, if the batch cannot be pickled.
         """
         if self._group.world_size == 1:
             return batch
@@ -64,7 +66,16 @@ class SharedBatches:
 
     def _broadcast_object(self, value: Any) -> Any:
         is_first = self._group.rank == 0
-        pickled = pickle.dumps(value) if is_first else b""
+        pickled = b""
+        if is_first:
+            try:
+                pickled = pickle.dumps(value)
+            except Exception as error:  # which the others are told, as they wait
+                value = _Refused(
+                    "a batch is sent to all stages, so it must be of tensors and of what can be pickled, but: "
+                    f"{error}. Leave that out of it, or have all stages load the same batches and share_batches=False"
+                )
+                pickled = pickle.dumps(value)
         first = bytearray(_FIRST)  # its begin says how long all is; mostly there is no second
         if is_first:
             begin = len(pickled).to_bytes(8, "little") + pickled[: _FIRST - 8]
@@ -74,7 +85,10 @@ class SharedBatches:
         rest = bytearray(pickled[_FIRST - 8 :]) if is_first else bytearray(max(0, length - _FIRST + 8))
         if rest:
             self._give(torch.frombuffer(rest, dtype=torch.uint8))
-        return value if is_first else pickle.loads((first[8:] + rest)[:length])
+        received = value if is_first else pickle.loads((first[8:] + rest)[:length])
+        if isinstance(received, _Refused):
+            raise TypeError(received.reason)
+        return received
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         message = as_bytes(tensor)  # gloo does not know every dtype
@@ -117,6 +131,13 @@ def _stand_in(leaf: Any) -> Any:
     if _is_large(leaf):
         return _Large(leaf)
     return leaf.detach().clone() if leaf.device.type == "cpu" else _OfDevice(leaf.detach().cpu())
+
+
+@dataclass
+class _Refused:
+    """In place of a batch."""
+
+    reason: str
 
 
 class _Large:
