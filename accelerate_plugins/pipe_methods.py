@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -51,9 +52,11 @@ class Piped:
         return self.part.module
 
     def end(self) -> None:
+        """Take the pipe out. Each rank keeps its layers, and the model may be prepared again."""
         self.part.abandon()
         if self.layers is not None:
             self.layers.undo()
+        vars(self.prepared).pop("_is_accelerate_prepared", None)
 
 
 class PipeMethods(ReplicaMethods):
@@ -74,6 +77,7 @@ class PipeMethods(ReplicaMethods):
         self._batches = self._shares if plugin.share_batches else None
         self._piped: list[Piped] = []
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter as the user made it -> what is there
+        self._ended: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # a pipe -> what it was made of
 
     def _refuse_settings(self) -> None:
         if self.dispatch_batches:
@@ -97,6 +101,7 @@ class PipeMethods(ReplicaMethods):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
+        model = self._ended.get(model, model)
         if getattr(model, "_is_accelerate_prepared", False) or evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         self.refuse_comm_hook()
@@ -133,17 +138,21 @@ class PipeMethods(ReplicaMethods):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         if getattr(optimizer, "_is_accelerate_prepared", False):
+            self._take_up(optimizer)  # it may be that of a pipe which is no more, as in a Trainer's second fit
             return super().prepare_optimizer(optimizer, device_placement)
         if isinstance(optimizer, LBFGS):
             raise ValueError(
                 "LBFGS needs all parameters at once, and a stage has its own alone; use another optimizer, as AdamW"
             )
-        self._replace_parameters(optimizer)
+        self._take_up(optimizer)
         # Of a whole state each rank takes its part.
         optimizer.register_load_state_dict_pre_hook(own_optimizer_state)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def _take_up(self, optimizer: Optimizer) -> None:
+        self._replace_parameters(optimizer)
         if isinstance(self.scaler, torch.amp.GradScaler) and not isinstance(self.scaler, StageGradScaler):
             StageGradScaler.take_over(self.scaler, self.grid.stages, self._device)
-        return super().prepare_optimizer(optimizer, device_placement)
 
     def _replace_parameters(self, optimizer: Optimizer) -> None:
         """Other stages' parameters become placeholders, so that numbers in its state are the whole model's."""
@@ -166,6 +175,8 @@ class PipeMethods(ReplicaMethods):
     def free_memory(self, *objects: Any) -> Any:
         for piped in self._piped:
             piped.end()
+            if piped.prepared is not piped.module:
+                self._ended[piped.prepared] = piped.module
         self._piped.clear()
         if isinstance(self.scaler, StageGradScaler):
             self.scaler.hand_back()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class ZeroMethods(PluginMethods):
     def adopt(self, plugin: Any) -> None:
         super().adopt(plugin)
         self._sharded: list[tuple[Optimizer, Sharded]] = []  # what the user has made, and what is in its place
+        self._ended: WeakSet[Optimizer] = WeakSet()  # sharded ones that `free_memory` has released
 
     @property
     def ledger(self) -> Ledger:
@@ -75,6 +77,7 @@ class ZeroMethods(PluginMethods):
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
         if getattr(optimizer, "_is_accelerate_prepared", False):
+            self._take_up(optimizer)
             return super().prepare_optimizer(optimizer, device_placement)
         if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
             raise TypeError(
@@ -88,6 +91,15 @@ class ZeroMethods(PluginMethods):
             self.scaler.__class__ = GradScaler  # the same scaler, which now asks all ranks
         # Its state is placed already, and to say it would take all ranks.
         return super().prepare_optimizer(sharded, device_placement=False)
+
+    def _take_up(self, prepared: Any) -> None:
+        """It may have been prepared before `free_memory`, as a Trainer's is in its second fit: go on with its state."""
+        sharded = getattr(prepared, "optimizer", None)
+        if isinstance(sharded, Sharded) and sharded in self._ended:
+            self._ended.discard(sharded)
+            if isinstance(sharded, ZeroOptimizer) and self.plugin.stage == 2:
+                shard_gradients(sharded)
+            self._sharded.append((prepared, sharded))
 
     def _shard(self, optimizer: Optimizer) -> Sharded:
         given = {"bucket_cap_mb": self.plugin.bucket_cap_mb, "elementwise": self.plugin.elementwise}
@@ -115,6 +127,7 @@ class ZeroMethods(PluginMethods):
         for _, sharded in self._sharded:
             if isinstance(sharded, ZeroOptimizer):
                 sharded.release()
+            self._ended.add(sharded)
         self._sharded.clear()
         return super().free_memory(*objects)
 

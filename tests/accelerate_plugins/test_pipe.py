@@ -299,6 +299,31 @@ def prepared_anew() -> tuple[list[float], list[float], bool]:
     return losses[0], losses[1], is_gone
 
 
+def in_two_goes(is_piped: bool) -> dict[str, Any]:
+    """The same objects are prepared again after `free_memory`, as Trainer does at the begin of each fit."""
+    results = {}
+    for name in ("chain", "net"):
+        plugin = PipePlugin(chunks=2, checkpoint="never") if is_piped else None
+        accelerator: Any = Accelerator(plugin=plugin, cpu=True)
+        net: nn.Module = chain() if name == "chain" else nn.ModuleDict({"layers": chain()})
+        call = net["layers"] if name == "net" else net  # type: ignore[index]
+        model, optimizer = net, torch.optim.AdamW(net.parameters(), 1e-2)
+        losses, norms = [], []
+        for _ in range(3):
+            model, optimizer = accelerator.prepare(model, optimizer)
+            for _ in range(2):
+                loss = loss_of(call(X))
+                accelerator.backward(loss)
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            state = accelerator.get_state_dict(model)
+            accelerator.free_memory()
+        results[name] = losses, norms, state
+    return results
+
+
 def evaluated_as_it_is() -> tuple[Tensor, Tensor, Tensor]:
     accelerator: Any = Accelerator(plugin=PipePlugin(chunks=2), cpu=True)
     torch.manual_seed(0)
@@ -325,6 +350,16 @@ def test_after_free_memory_another_model_may_be_trained() -> None:
         assert first == second
         assert first[2] < first[0]
         assert is_gone
+
+
+def test_after_free_memory_the_same_model_and_optimizer_go_on_in_a_new_pipe() -> None:
+    plain = run_ranks(1, in_two_goes, False)[0]
+    for rank, results in enumerate(run_ranks(2, in_two_goes, True)):
+        for name, (losses, norms, state) in results.items():
+            assert losses == pytest.approx(plain[name][0], rel=1e-5), name
+            assert norms == pytest.approx(plain[name][1], rel=1e-5), name
+            if rank == 0:
+                torch.testing.assert_close(state, plain[name][2], rtol=1e-5, atol=1e-6)
 
 
 def alone() -> tuple[list[float], list[float], Tensor, Tensor]:

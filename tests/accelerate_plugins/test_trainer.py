@@ -80,6 +80,31 @@ def test_through_two_pipes_it_does_what_it_does_with_ddp(plain: Path, tmp_path: 
     assert losses(tmp_path)[-3:] == pytest.approx(wanted[-3:], rel=1e-4)
 
 
+PLUGINS = {
+    "zero_stage_2": (2, []),
+    "zero_stage_3": (2, []),
+    "powersgd": (2, ["--start_powerSGD_iter", "100"]),
+    "pipe": (4, ["--pipeline_parallel_size", "2"]),
+}
+
+
+@pytest.fixture(scope="module")
+def twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("twice")
+    run_ranks(2, run, [], [str(folder), "--use_cpu", "--max_steps", "3", "--fits", "2"], timeout=150)
+    return folder
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_second_fit_of_one_trainer_goes_on_as_with_ddp(plugin: str, twice: Path, tmp_path: Path) -> None:
+    n_ranks, options = PLUGINS[plugin]
+    arguments = [str(tmp_path), "--max_steps", "3", "--fits", "2"]
+    run_ranks(n_ranks, run, ["--plugin", plugin, *options], arguments, timeout=150)
+    for name in ("loss", "grad_norm"):
+        assert losses(tmp_path, name) == pytest.approx(losses(twice, name), rel=1e-4)
+    close(load_file(tmp_path / "final" / "model.safetensors"), load_file(twice / "final" / "model.safetensors"))
+
+
 def test_powersgd_resumes_with_each_ranks_error(tmp_path: Path) -> None:
     options = ["--plugin", "powersgd", "--start_powerSGD_iter", "2", "--min_compression_rate", "1"]
     run_ranks(2, run, options, [str(tmp_path)], timeout=150)

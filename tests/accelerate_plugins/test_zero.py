@@ -439,6 +439,29 @@ def test_after_free_memory_another_model_may_be_trained(stage: str) -> None:
         assert losses[2] < losses[0]
 
 
+def in_two_goes(stage: str) -> list[tuple[list[float], list[float], list[torch.Tensor]]]:
+    """The same objects are prepared again after `free_memory`, as Trainer does at the begin of each fit."""
+    results = []
+    for name in ("none", stage):
+        run = Run.of(name)
+        for _ in range(3):
+            run.train(2, clip=0.5)
+            state = run.accelerator.get_state_dict(run.model)
+            run.accelerator.free_memory()
+            run.model, run.optimizer, run.loader = run.accelerator.prepare(run.model, run.optimizer, run.loader)
+        results.append((run.losses, run.norms, [each.detach().clone() for each in state.values()]))
+    return results
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_free_memory_the_same_model_and_optimizer_go_on(stage: str) -> None:
+    for rank, (plain, ours) in enumerate(run_ranks(2, in_two_goes, stage)):
+        for wanted, got in zip(plain[:2], ours[:2], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-5)
+        if rank == 0:
+            torch.testing.assert_close(ours[2], plain[2], rtol=1e-5, atol=1e-6)
+
+
 def alone(stage: str) -> tuple[list[float], list[float], torch.Tensor, torch.Tensor]:
     """As a notebook or ``python train.py`` does: no launcher, no process group."""
     dist.destroy_process_group()

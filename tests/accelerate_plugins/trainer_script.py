@@ -1,6 +1,6 @@
 """A user's script with Hugging Face's Trainer, which knows no plugin; the tests put the runner before it.
 
-Usage: trainer_script.py FOLDER [--resume] [--use_cpu] [--max_steps N]
+Usage: trainer_script.py FOLDER [--resume] [--use_cpu] [--max_steps N] [--fits N]
 """
 
 import argparse
@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--use_cpu", action="store_true")
     parser.add_argument("--max_steps", type=int, default=6)
+    parser.add_argument("--fits", type=int, default=1)
     args = parser.parse_args()
     set_seed(0)
     model = GPT2LMHeadModel(
@@ -57,6 +58,8 @@ def main() -> None:
         train_dataset=data,
         eval_dataset=data[:8],
     )
+    for _ in range(args.fits - 1):
+        trainer.train()
     trainer.train(resume_from_checkpoint=str(args.folder / "checkpoint-3") if args.resume else None)
     trainer.save_model(str(args.folder / "final"))
     if trainer.is_world_process_zero():
