@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,8 @@ class PipeMethods(ReplicaMethods):
             raise ValueError(f"{config.where('pipeline_parallel_size')}: {error}") from None
         self._refuse_settings()
         self._device = torch.device("cpu") if self.device.type == "cpu" else self.device  # cpu:0 on some ranks
-        self.grid = Grid.of(sizes, self._device)
+        self._timeout = self._timeout_of_pipes()
+        self.grid = Grid.of(sizes, self._device, self._timeout)
         self._shares = SharedBatches(self.grid.stages, self.grid.control, self._device)
         self._batches = self._shares if plugin.share_batches else None
         self._piped: list[Piped] = []
@@ -90,6 +92,13 @@ class PipeMethods(ReplicaMethods):
                 "with a pipe the whole model cannot be compiled, but dynamo_backend is "
                 f"{self.state.dynamo_plugin.backend.value}: compile the layers instead, before prepare"
             )
+
+    def _timeout_of_pipes(self) -> timedelta | None:
+        """The plugin's, or that of ``InitProcessGroupKwargs``, which else is the default group's alone."""
+        if self.plugin.timeout is not None:
+            return timedelta(seconds=self.plugin.timeout)
+        given: timedelta | None = getattr(self.init_handler, "timeout", None)
+        return given
 
     @property
     def ledger(self) -> Ledger | None:
@@ -126,10 +135,15 @@ class PipeMethods(ReplicaMethods):
         path, found = find_layers(model, given)
         tied = names_of_tied(model)
         before = dict(model.named_parameters(remove_duplicate=False))
-        _use_no_cache(model)
+        arguments = {**self.plugin.pipe_arguments(), "timeout": self._timeout}
         layers = LayerList(model, path) if isinstance(found, nn.ModuleList) else None
-        arguments = self.plugin.pipe_arguments()
-        part = self.grid.put_pipe_into(model, path, arguments.pop("balance"), self._device, **arguments)
+        try:
+            part = self.grid.put_pipe_into(model, path, arguments.pop("balance"), self._device, **arguments)
+        except BaseException:
+            if layers is not None:
+                layers.undo()
+            raise
+        _use_no_cache(model)
         after = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in before.items():
             if after[name] is not parameter:

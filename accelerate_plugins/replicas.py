@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderShard
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
+from accelerate.utils import PROFILE_PATTERN_NAME, ProfileKwargs
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor
 
@@ -36,6 +42,10 @@ class ReplicaMethods(PluginMethods):
         """The number of ranks of a pipe."""
         return self.grid.stages.world_size
 
+    def adopt(self, plugin: Any) -> None:
+        super().adopt(plugin)
+        _share_what_is_skipped()
+
     # Whoever asks wants to know how many batches there are in a step, to scale a rate or a loss, and which is his.
     @property
     def num_processes(self) -> int:
@@ -46,6 +56,25 @@ class ReplicaMethods(PluginMethods):
     def process_index(self) -> int:
         """Which pipe this rank is in."""
         return self.grid.data.rank
+
+    @property
+    def is_last_process(self) -> bool:
+        # Of a pipe's ranks, which have one index, one at most.
+        return bool(self.state.is_last_process)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        # Accelerate names the file by process_index, so that all stages of a pipe would write the same one.
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        without = copy.copy(handler)
+        without.output_trace_dir = None
+        with super().profile(without) as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            name = PROFILE_PATTERN_NAME.format(suffix=self.state.process_index)
+            Path(handler.output_trace_dir).mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(Path(handler.output_trace_dir, name)))
+            self.wait_for_everyone()
 
     @property
     def dispatch_batches(self) -> bool:
@@ -63,19 +92,8 @@ class ReplicaMethods(PluginMethods):
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         return self._shared(super().prepare_data_loader(*args, **kwargs))
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        loader = self._shared(super().skip_first_batches(dataloader, num_batches))
-        loader.resumes = True
-        return loader
-
     def _shared(self, loader: Any) -> Any:
-        """The same loader, that gives every stage the first one's batches."""
-        kind: Any = type(loader)
-        if self._batches is not None and kind is DataLoaderShard:
-            # Accelerate's class has a property of this name, which cannot be set.
-            vars(object)["__class__"].__set__(loader, SharedLoader)
-            loader.batches, loader.generators_of = self._batches, self._device
-        return loader
+        return _shared(loader, self._batches, self._device) if self._batches is not None else loader
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         prepared: Any = super().prepare_scheduler(scheduler)
@@ -115,6 +133,14 @@ class ReplicaMethods(PluginMethods):
 
         return recursively_apply(reduced, tensor, error_on_other_type=True)
 
+    def check_trigger(self) -> bool:
+        # By reduce it would be asked of the ranks with this one's stages only.
+        is_set = self.flag_tensor is not None and bool(self.flag_tensor.item())
+        if not any(self.grid.everyone.everyones(is_set, torch.device("cpu"))):
+            return False
+        self.flag_tensor = None  # as it is at first
+        return True
+
 
 class SharedLoader(DataLoaderShard):
     """Gives every rank of a pipe the first one's batches. Iterating it is collective."""
@@ -131,6 +157,39 @@ class SharedLoader(DataLoaderShard):
                 set_random_state(before, self.generators_of)
                 before = None
             yield self.batches.share(batch)
+
+
+def _shared(loader: Any, batches: SharedBatches, device: torch.device) -> Any:
+    """The same loader, that gives every stage the first one's batches."""
+    kind: Any = type(loader)
+    if kind is DataLoaderShard:
+        # Accelerate's class has a property of this name, which cannot be set.
+        vars(object)["__class__"].__set__(loader, SharedLoader)
+        loader.batches, loader.generators_of = batches, device
+    return loader
+
+
+def _share_what_is_skipped() -> None:
+    """Have ``accelerate.skip_first_batches`` make a `SharedLoader` of one; again does nothing.
+
+    It is a function, that Trainer and scripts call as it is, and makes a plain loader of any. So it is changed wherever
+    it has been imported to.
+    """
+    original: Any = accelerate.skip_first_batches
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        loader = original(dataloader, num_batches)
+        if isinstance(dataloader, SharedLoader):
+            loader = _shared(loader, dataloader.batches, dataloader.generators_of)
+            loader.resumes = True
+        return loader
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("skip_first_batches") is original:
+            vars(module)["skip_first_batches"] = skip_first_batches
 
 
 class SchedulerOfPipes(AcceleratedScheduler):

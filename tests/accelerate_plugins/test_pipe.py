@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate import skip_first_batches
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate_plugins import Accelerator, PipePlugin
 from lightning_distkit.core.pipeline import DistributedPipe
+from tests.accelerate_plugins.like_transformers import LanguageModel
 from tests.accelerate_plugins.test_zero import BF16, LOOPS
 from tests.accelerate_plugins.training import Net, Run
 from tests.ranks import run_ranks
@@ -177,7 +187,7 @@ class Stream(IterableDataset[Tensor]):
         yield from torch.arange(10.0)
 
 
-def data(_: str) -> dict[str, Any]:
+def data() -> dict[str, Any]:
     """What is seen by this rank of several loaders, and gathered of it."""
     plugin = PipePlugin(chunks=2, pipeline_parallel_size=2)
     accelerator: Any = Accelerator(plugin=plugin, cpu=True)
@@ -197,24 +207,34 @@ def data(_: str) -> dict[str, Any]:
             numbers.append(torch.rand(()).item())
             gathered += accelerator.gather_for_metrics(values).tolist()
             objects += accelerator.gather_for_metrics([str(each) for each in values.tolist()])
-        skipped = list(accelerator.skip_first_batches(prepared, 2))
-        found[name] = seen, sorted(gathered), len(objects), numbers, len(skipped)
+        skipped = []
+        for skip in (skip_first_batches, accelerator.skip_first_batches):
+            torch.manual_seed(100 + dist.get_rank())
+            for batch in skip(prepared, 2):
+                values = batch[0] if isinstance(batch, list) else batch
+                skipped.append((values.tolist(), torch.rand(()).item()))
+        found[name] = seen, sorted(gathered), len(objects), numbers, skipped
     number = torch.tensor(float(accelerator.process_index))
     found["reduced"] = [float(accelerator.reduce(number, how)) for how in ("sum", "mean")]
     found["sizes"] = (accelerator.data_parallel_size, accelerator.pipeline_parallel_size, accelerator.num_processes)
     found["gathered"] = accelerator.gather(number).tolist()
     with accelerator.split_between_processes([1, 2]) as own:
         found["split"] = own
+    is_last_rank = dist.get_rank() == dist.get_world_size() - 1
+    if is_last_rank:
+        accelerator.set_trigger()
+    found["triggers"] = accelerator.check_trigger(), accelerator.check_trigger()
+    found["is last"] = accelerator.is_last_process == is_last_rank
     return found
 
 
 @pytest.mark.parametrize("plugin", WORLDS)
 def test_a_pipe_has_one_batch_and_each_row_counts_once(plugin: str) -> None:
     n_ranks, n_pipes = WORLDS[plugin]
-    results = run_ranks(n_ranks, data, plugin)
+    results = run_ranks(n_ranks, data)
     for name in ("in order", "shuffled", "stream"):
         for rank, each in enumerate(results):
-            seen, gathered, n_objects, numbers, n_skipped = each[name]
+            seen, gathered, n_objects, numbers, skipped = each[name]
             assert seen == results[rank - rank % 2][name][0]  # as the first stage
             assert numbers == results[rank - rank % 2][name][3]  # and so are the step's random numbers
             if name != "stream":
@@ -222,14 +242,48 @@ def test_a_pipe_has_one_batch_and_each_row_counts_once(plugin: str) -> None:
                 assert n_objects == 11
             else:
                 assert set(gathered) == set(range(10))
-            assert n_skipped == len(seen) - 2
+            assert len(skipped) == 2 * (len(seen) - 2)
+            assert skipped == results[rank - rank % 2][name][4]
+            if name != "shuffled":
+                assert [values for values, _ in skipped] == 2 * seen[2:]
         others = {str(each[name][0]) for each in results}
         assert len(others) == n_pipes
     for each in results:
         assert each["reduced"] == [n_pipes - 1, (n_pipes - 1) / 2]
         assert each["sizes"] == (n_pipes, 2, n_pipes)
+        assert each["triggers"] == (True, False)
+        assert each["is last"]
         assert each["gathered"] == (0.0 if n_pipes == 1 else [0.0, 1.0])
     assert [each["split"] for each in results] == ([[1, 2]] * 2 if n_pipes == 1 else [[1], [1], [2], [2]])
+
+
+def profiled(path: Path) -> None:
+    accelerator: Any = Accelerator(
+        plugin=PipePlugin(), cpu=True, kwargs_handlers=[ProfileKwargs(output_trace_dir=str(path))]
+    )
+    with accelerator.profile() as profiler:
+        torch.ones(2).sum()
+    assert profiler.key_averages()
+
+
+def test_each_stage_writes_a_profile_of_its_own(tmp_path: Path) -> None:
+    run_ranks(2, profiled, tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {"profile_0.json", "profile_1.json"}
+
+
+def timeouts() -> list[float]:
+    """Seconds: those of the pipe's group and of its messages, with each way to say it."""
+    found = []
+    handlers = [InitProcessGroupKwargs(timeout=timedelta(seconds=77))]
+    for given in ({"plugin": PipePlugin(timeout=55)}, {"plugin": PipePlugin()}):
+        accelerator: Any = Accelerator(**given, cpu=True, kwargs_handlers=handlers)
+        group = accelerator.grid.stages.process_group
+        found.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return found
+
+
+def test_the_pipes_groups_have_the_timeout_that_is_asked_for() -> None:
+    assert run_ranks(2, timeouts) == [[55.0, 77.0]] * 2
 
 
 def test_accumulation_averages_between_pipes_once() -> None:
@@ -469,6 +523,20 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "on each node": (on_each_node, "save to a folder that all machines share"),
     "compiled": (compiled, "the whole model cannot be compiled, but dynamo_backend is EAGER"),
 }
+
+
+def as_before() -> list[Any]:
+    """What is left of a model that was refused: too few layers for the stages."""
+    model = LanguageModel(n_layers=2)
+    model.config = SimpleNamespace(use_cache=True)  # type: ignore[assignment]
+    layers = model.model.layers
+    with pytest.raises(ValueError, match="at least 4 layers"):
+        Accelerator(plugin=PipePlugin(n_stages_per_rank=2, schedule="interleaved_1f1b"), cpu=True).prepare(model)
+    return [model.model.layers is layers, *("forward" in vars(each) for each in layers), model.config.use_cache]
+
+
+def test_a_model_that_is_refused_is_as_it_was() -> None:
+    assert run_ranks(2, as_before) == [[True, False, False, True]] * 2
 
 
 def refusals() -> list[tuple[str, str]]:
