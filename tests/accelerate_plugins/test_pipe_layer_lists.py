@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate_plugins import Accelerator, PipePlugin
-from lightning_distkit.core.pipeline.layer_list import StandIn
+from lightning_distkit.core.pipeline.layer_list import LayerList, StandIn
 from tests.accelerate_plugins.like_transformers import LanguageModel, batch
 from tests.ranks import run_ranks
 
@@ -83,6 +83,59 @@ def test_dropout_differs_between_micro_batches_and_not_between_ranks() -> None:
     first, second = run_ranks(2, with_dropout)
     assert first == second
     assert first[1]
+
+
+class Biased(nn.Module):
+    """As MPT's layers: attention with a bias of each head, (n_heads, 1, length), or a mask of each row."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        scores = (x @ x.mT)[:, None] + bias  # (n_rows, n_heads, time, time)
+        return x + (scores.softmax(-1) @ x[:, None]).mean(1)
+
+
+class OfHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Biased() for _ in range(3))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, bias)
+        return x
+
+
+def biased() -> dict[str, tuple[Tensor, Tensor]]:
+    """What a pipe gives and the layers themselves, where what is of heads looks like rows."""
+    accelerator = Accelerator(plugin=PipePlugin(chunks=2), cpu=True)
+    random = torch.Generator().manual_seed(0)
+    results = {}
+    for name, time, shape in (
+        ("as many heads as rows", 6, (4, 1, 6)),
+        ("of one position", 1, (4, 1, 1)),
+        ("fewer heads", 6, (2, 1, 6)),
+        ("a mask of each row", 6, (4, 1, 6, 6)),
+    ):
+        x, bias = torch.randn(4, time, 8, generator=random), 9 * torch.randn(shape, generator=random)
+        wanted = OfHeads()(x, bias)
+        results[name] = wanted, accelerator.prepare(OfHeads())(x, bias)
+    return results
+
+
+def test_what_is_of_heads_is_not_taken_for_rows() -> None:
+    for results in run_ranks(2, biased):
+        for name, (wanted, got) in results.items():
+            torch.testing.assert_close(got, wanted, msg=lambda said, name=name: f"{name}: {said}")
+
+
+def test_a_forward_that_the_object_had_before_comes_back() -> None:
+    model = Odd(between)
+    wrapped = model.layers[1].forward = lambda x: 2 * x
+    layers = LayerList(model, "layers")
+    assert model.layers[1].forward is not wrapped
+    layers.undo()
+    assert model.layers[1].forward is wrapped
+    assert not any("forward" in vars(model.layers[n]) for n in (0, 2))
 
 
 class Odd(nn.Module):

@@ -88,14 +88,19 @@ class LayerList:
         self._parent._modules[self._name] = self.sequential
         self._hidden: Tensor | None = None
         self._notes: list[Note] = []  # of the forward under way
+        # What wrappers (adapters, Accelerate's hooks) had put on the objects before.
+        self._forwards = [vars(layer).get("forward") for layer in self.sequential]
         for index, layer in enumerate(self.sequential):
-            # An attribute of the object, as its class may have other objects elsewhere; hooks run around it as ever.
+            # An attribute of the object, as its class may have other objects elsewhere. A layer's hooks run twice: on
+            # every rank where the owner calls it, with a stand-in, and within the pipe on the rank that has it.
             layer.forward = _Turn(self, index, layer.forward)
 
     def undo(self) -> None:
         """Put the list back, with the layers that are there now."""
-        for layer in self.sequential:
+        for layer, forward in zip(self.sequential, self._forwards, strict=True):
             del layer.forward
+            if forward is not None:
+                layer.forward = forward
         self._list._modules.update(self.sequential._modules)
         self._parent._modules[self._name] = self._list
 
@@ -191,7 +196,7 @@ def _packed(hidden: Tensor, notes: Sequence[Note]) -> dict[str, Any]:
         return numbers[id(tensor)]
 
     noted = pytree.tree_map_only(Tensor, number, list(notes))
-    if any(_may_be_of_positions(each, hidden) for each in others):
+    if any(_may_be_of_rows(each, hidden) for each in others):
         # One micro-batch, of one row: whatever they are, it is right.
         whole = [hidden.unsqueeze(0), *map(NoChunk, others)]
         return {_TENSORS: whole, _NOTES: noted, _IS_WHOLE: True}
@@ -199,9 +204,17 @@ def _packed(hidden: Tensor, notes: Sequence[Note]) -> dict[str, Any]:
     return {_TENSORS: [hidden, *rows], _NOTES: noted, _IS_WHOLE: False}
 
 
-def _may_be_of_positions(tensor: Tensor, hidden: Tensor) -> bool:
-    """Whether its first dimension may be the sequence's as well as the batch's: their lengths are equal."""
-    return tensor.dim() in (1, 2) and hidden.dim() > 2 and tensor.shape[0] == hidden.shape[0] == hidden.shape[1]
+def _may_be_of_rows(tensor: Tensor, hidden: Tensor) -> bool:
+    """Whether its first dimension may be the batch's and may as well be another, of the same length.
+
+    With one or two dimensions, positions or a mask: the sequence's. With three, of which the second is not the
+    sequence's, a bias of attention: the heads', as MPT's (n_heads, 1, length).
+    """
+    if hidden.dim() < 2 or tensor.shape[:1] != hidden.shape[:1]:
+        return False
+    if tensor.dim() == 3:
+        return tensor.shape[1] != hidden.shape[1] or hidden.shape[1] == 1
+    return tensor.dim() in (1, 2) and hidden.dim() > 2 and hidden.shape[0] == hidden.shape[1]
 
 
 class StandIn(Tensor):

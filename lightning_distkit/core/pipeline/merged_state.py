@@ -1,4 +1,4 @@
-"""States of which each stage has a part, made whole on the first: of modules, optimizers, and copies of them.
+"""States of which each stage has a part, made whole on the first, and back: of modules, optimizers, copies of them.
 
 Every rank has a nest of dicts and lists; the parts of other stages are tensors on the meta device there, or keys that
 are missing. Tensors come one at a time, so that beyond the whole there is never more than one under way.

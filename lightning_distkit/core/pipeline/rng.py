@@ -1,8 +1,9 @@
 """Each stage draws random numbers of its own, and all ranks' global generators stay alike.
 
-A call draws one number from the CPU's global generator, as every rank does; the rank's own stream begins from that and
-from which rank it is. So two stages never draw the same dropout masks, what is replicated outside the pipe goes on
-alike on all ranks, and whoever saves and restores the global generator has the stages' numbers again.
+A call draws one number from the CPU's global generator, or from `DistributedPipe.numbers` where that is set, as every
+rank does; the rank's own stream begins from that and from which rank it is. So two stages never draw the same dropout
+masks, what is replicated outside the pipe goes on alike on all ranks, and whoever saves and restores that generator has
+the stages' numbers again.
 """
 
 from __future__ import annotations
