@@ -78,6 +78,7 @@ class PipeMethods(ReplicaMethods):
         self._shares = SharedBatches(self.grid.stages, self.grid.control, self._device)
         self._batches = self._shares if plugin.share_batches else None
         self._piped: list[Piped] = []
+        self._n_piped = 0  # with those that are no more
         self._replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter as the user made it -> what is there
         self._ended: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()  # a pipe -> what it was made of
 
@@ -118,6 +119,7 @@ class PipeMethods(ReplicaMethods):
         self.group.agree("the model", {n: f"{tuple(each.shape)}, {each.dtype}" for n, each in tensors}, self.device)
         piped = self._put_pipe_into(model)
         self._piped.append(piped)
+        self._n_piped += 1
         # All that Accelerate does but for DDP's wrapper: place, mixed precision.
         prepared: nn.Module = super().prepare_model(piped.prepared, device_placement, evaluation_mode=True)
         for optimizer in self._optimizers:
@@ -125,7 +127,7 @@ class PipeMethods(ReplicaMethods):
         self._shares.share(None)  # layers around the pipe draw the same numbers from here on
         # Of its own, so that the global ones, by which samplers shuffle, are those of one process.
         seed = self.grid.everyone.everyones(torch.initial_seed(), torch.device("cpu"))[0]
-        piped.part.pipe.numbers = torch.Generator().manual_seed(seed + len(self._piped))
+        piped.part.pipe.numbers = torch.Generator().manual_seed(seed + self._n_piped)
         return prepared
 
     def _put_pipe_into(self, model: nn.Module) -> Piped:

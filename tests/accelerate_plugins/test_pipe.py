@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accelerate_plugins import Accelerator, PipePlugin
 from lightning_distkit.core.pipeline import DistributedPipe
+from lightning_distkit.core.pipeline.stage_norm import StageGradScaler
 from tests.accelerate_plugins.like_transformers import LanguageModel
 from tests.accelerate_plugins.test_zero import BF16, LOOPS
 from tests.accelerate_plugins.training import Net, Run
@@ -360,11 +361,17 @@ def in_two_goes(is_piped: bool) -> dict[str, Any]:
         plugin = PipePlugin(chunks=2, checkpoint="never") if is_piped else None
         accelerator: Any = Accelerator(plugin=plugin, cpu=True)
         net: nn.Module = chain() if name == "chain" else nn.ModuleDict({"layers": chain()})
+        accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
         call = net["layers"] if name == "net" else net  # type: ignore[index]
         model, optimizer = net, torch.optim.AdamW(net.parameters(), 1e-2)
-        losses, norms = [], []
+        losses, norms, seeds = [], [], set()
         for _ in range(3):
             model, optimizer = accelerator.prepare(model, optimizer)
+            if is_piped:
+                assert isinstance(accelerator.scaler, StageGradScaler)
+                trained = optimizer.param_groups[0]["params"]
+                assert all(one is other for one, other in zip(trained, net.parameters(), strict=True))
+                seeds.add(model.numbers.initial_seed() if name == "chain" else len(seeds))
             for _ in range(2):
                 loss = loss_of(call(X))
                 accelerator.backward(loss)
@@ -374,6 +381,7 @@ def in_two_goes(is_piped: bool) -> dict[str, Any]:
                 losses.append(loss.item())
             state = accelerator.get_state_dict(model)
             accelerator.free_memory()
+        assert len(seeds) == (3 if is_piped else 0)  # or each go would have the first one's dropout
         results[name] = losses, norms, state
     return results
 
