@@ -182,7 +182,8 @@ def run(strategy: str, folder: Path, epochs: int, plan: list[tuple[int, str]], t
             launch = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
             launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{both[0].address}:29512", "--rdzv-id", "soak"]
             launch += ["--rdzv-conf", f"is_host={int(number == 0)}"]  # torchrun does not know a namespace's address
-            launch += ["--max-restarts", str(len(plan)), "--node-rank", str(number), "--local-addr", host.address]
+            # Two agents may start their workers at different times, and gloo then connects to one that is ending.
+            launch += ["--max-restarts", str(5 * len(plan)), "--node-rank", str(number), "--local-addr", host.address]
             mine = [str(Path(__file__).resolve()), "--work", strategy, str(folder), "--epochs", str(epochs)]
             with (folder / f"log {number}").open("w") as log:
                 agents.append(
