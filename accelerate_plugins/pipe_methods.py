@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from accelerate.utils import DynamoBackend
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate_plugins import config
@@ -25,6 +25,7 @@ from accelerate_plugins.model_files import names_of_tied, read_model
 from accelerate_plugins.pipe import PipePlugin
 from accelerate_plugins.replicas import ReplicaMethods
 from lightning_distkit.core.ledger import Ledger
+from lightning_distkit.core.pipeline.assembly import check_optimizer
 from lightning_distkit.core.pipeline.grid import Grid
 from lightning_distkit.core.pipeline.layer_list import LayerList, find_layers
 from lightning_distkit.core.pipeline.merged_state import merged, own_optimizer_state
@@ -156,10 +157,7 @@ class PipeMethods(ReplicaMethods):
         if getattr(optimizer, "_is_accelerate_prepared", False):
             self._take_up(optimizer)  # it may be that of a pipe which is no more, as in a Trainer's second fit
             return super().prepare_optimizer(optimizer, device_placement)
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS needs all parameters at once, and a stage has its own alone; use another optimizer, as AdamW"
-            )
+        check_optimizer(optimizer)
         self._take_up(optimizer)
         # Of a whole state each rank takes its part.
         optimizer.register_load_state_dict_pre_hook(own_optimizer_state)
@@ -212,14 +210,9 @@ class PipeMethods(ReplicaMethods):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         super().backward(loss, **kwargs)
-        syncs = self.plugin.sync_replicated
-        if syncs is None:
-            syncs = self._device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
-        if syncs and self.sync_gradients:
+        if self.sync_gradients:
             for piped in self._piped:
-                for parameter in piped.part.outside():
-                    if parameter.grad is not None:
-                        self.grid.stages.broadcast_(parameter.grad).wait()
+                piped.part.sync_outside(self.grid.stages, self.plugin.sync_replicated)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2

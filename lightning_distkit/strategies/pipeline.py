@@ -18,13 +18,13 @@ from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_distkit.core.collectives import Group, PeerError, says_that_a_peer_is_lost, what_happened
 from lightning_distkit.core.compression import HOOKS, PowerSGDState
 from lightning_distkit.core.compression.hook import check_hook
 from lightning_distkit.core.ledger import Ledger
-from lightning_distkit.core.pipeline.assembly import check_arguments
+from lightning_distkit.core.pipeline.assembly import check_arguments, check_optimizer
 from lightning_distkit.core.pipeline.dist import DistributedPipe
 from lightning_distkit.core.pipeline.lost import RollCall
 from lightning_distkit.core.pipeline.shared_batch import SharedBatches
@@ -225,10 +225,7 @@ class PipeStrategy(PipeCheckpoints):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise ValueError(
-                    "LBFGS needs all parameters at once, and a stage has its own alone; use another optimizer, as AdamW"
-                )
+            check_optimizer(optimizer)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
@@ -278,15 +275,9 @@ class PipeStrategy(PipeCheckpoints):
             if not self._is_accumulating:
                 self._steps.share_gradients()
             return
-        syncs = self._sync_replicated
-        if syncs is None:
-            syncs = self.root_device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
-        if not syncs or self._is_accumulating or self._part is None:
-            return
-        assert self._stages is not None
-        for parameter in self._part.outside():
-            if parameter.grad is not None:
-                self._stages.broadcast_(parameter.grad).wait()
+        if not self._is_accumulating and self._part is not None:
+            assert self._stages is not None
+            self._part.sync_outside(self._stages, self._sync_replicated)
 
     def grad_norm(self, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients that ``optimizer`` has, over all stages: the same on every rank. Collective."""

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import LBFGS, Optimizer
 
 from lightning_distkit.core.collectives import Group
 from lightning_distkit.core.pipeline.checkpoint import CHECKPOINT_MODES
@@ -55,6 +56,14 @@ def check(
     check_arguments(chunks, checkpoint, schedule, n_stages_per_rank, outputs)
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, got {timeout:g} seconds")
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise a ValueError if it cannot train one stage's parameters."""
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "LBFGS needs all parameters at once, and a stage has its own alone; use another optimizer, as AdamW"
+        )
 
 
 def check_arguments(

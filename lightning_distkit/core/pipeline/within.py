@@ -139,6 +139,20 @@ class PipeWithin:
         """The parameters that every rank has, in order."""
         return [each for each in self.module.parameters() if each not in self._inside]
 
+    def sync_outside(self, stages: Group, syncs: bool | None) -> None:
+        """Make the gradients of the parameters that every rank has the first stage's on all. Collective.
+
+        Args:
+            stages: the pipe's ranks.
+            syncs: whether to; by default where kernels may add in any order: on CUDA, unless torch uses deterministic
+                algorithms.
+        """
+        if syncs is None:
+            syncs = self.pipe.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled()
+        for parameter in self.outside() if syncs else ():
+            if parameter.grad is not None:
+                stages.broadcast_(parameter.grad).wait()
+
     def counts(self, parameter: Tensor) -> bool:
         """Whether this is the rank on which the parameter counts in a sum over all stages; each has one."""
         return self._inside.get(parameter, 0) == self.pipe.rank
